@@ -1,0 +1,1 @@
+"""Layer 1. Steps: requests and their batch, the forward pass, sampling."""
