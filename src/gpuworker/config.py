@@ -77,8 +77,11 @@ class DeviceConfig(_Config, frozen=True):
     kind: DeviceKind = "cpu"
     num_threads: int | None = None
     """Compute threads on a CPU; None leaves torch's choice."""
-    memory_utilization: float = 0.9
-    """Share of the device's memory that this worker may use in total, in (0, 1]."""
+    memory_utilization: float | None = None
+    """Share of the device's memory that this worker may use in total, in (0, 1].
+
+    None takes half of a CPU's memory, because other programs live there too.
+    """
     seed: int = 0
     assigned_device_ids: tuple[str, ...] | None = None
     """Physical devices of this node's ranks in local order (index or UUID); None takes all."""
@@ -94,7 +97,7 @@ class DeviceConfig(_Config, frozen=True):
             f"device.num_threads is {self.num_threads}; it must be at least 1",
         )
         _require(
-            0.0 < self.memory_utilization <= 1.0,
+            self.memory_utilization is None or 0.0 < self.memory_utilization <= 1.0,
             f"device.memory_utilization is {self.memory_utilization}; it must be in (0, 1]",
         )
 

@@ -85,6 +85,8 @@ class FakeRuntime(Runtime):
             max_model_len=self._max_model_len,
             vocab_size=256,
             eos_token_ids=(0,),
+            max_num_seqs=self.config.limits.max_num_seqs,
+            max_num_batched_tokens=self.config.limits.max_num_batched_tokens,
             load_s=0.0,
         )
 
