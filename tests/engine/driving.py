@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from engine.fake_worker import FakeDevice
-
 from gpuworker.engine import Delta, GenerationRequest, Scheduler
 from gpuworker.errors import WorkerError
 from gpuworker.messages import ExecuteModel
@@ -21,7 +20,6 @@ class Run:
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, Delta] = {}
         self.flights: deque[ExecuteModel] = deque()
-        self.num_rounds = 0
 
     def add(self, name: str, prompt: Iterable[int], max_tokens: int = 4, **options: object) -> None:
         self.scheduler.add(
@@ -32,6 +30,8 @@ class Run:
                 **options,  # type: ignore[arg-type]
             )
         )
+        self.tokens[name] = []
+        self.ends.pop(name, None)
 
     def send(self) -> None:
         while (step := self.scheduler.schedule()) is not None:
@@ -49,15 +49,15 @@ class Run:
     def take(self, deltas: Iterable[Delta]) -> None:
         for delta in deltas:
             assert delta.request_id not in self.ends, f"{delta} after the end"
-            self.tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+            self.tokens[delta.request_id].extend(delta.token_ids)
             if delta.finish_reason is not None:
                 self.ends[delta.request_id] = delta
 
     def until_idle(self, between: Callable[[int], None] | None = None) -> None:
         """Send and land until nothing is left to do; between runs before every round."""
-        for self.num_rounds in range(20_000):  # noqa: B020
+        for rounds in range(20_000):
             if between is not None:
-                between(self.num_rounds)
+                between(rounds)
             self.send()
             if not self.flights:
                 assert self.scheduler.num_live == 0, "no progress"

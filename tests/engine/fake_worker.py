@@ -331,7 +331,6 @@ class FakeWorker:
         self.mailbox_limit = 64
         self.crash: Exception | None = None
         self._steps: deque[tuple[m.ExecuteModel, asyncio.Future[m.StepOutput]]] = deque()
-        self._moved = asyncio.Event()
 
     def submit(self, request: m.Request[m.ReplyT]) -> asyncio.Future[m.ReplyT]:
         assert isinstance(request, m.ExecuteModel)
@@ -356,8 +355,8 @@ class FakeWorker:
         if isinstance(request, m.GetStatus):
             return cast("m.ReplyT", self._status())
         self.num_moves_met_steps += bool(self._steps)
-        while self._steps:
-            await asyncio.sleep(0)
+        if self._steps:
+            await asyncio.wait([self._steps[-1][1]])
         return cast("m.ReplyT", self._move(request))
 
     def _move(self, request: m.Request[Any]) -> m.Reply:

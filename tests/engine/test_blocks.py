@@ -84,7 +84,7 @@ def test_reset_forgets_owners_and_contents() -> None:
 @given(
     st.integers(2, 20),
     st.lists(
-        st.tuples(st.sampled_from("take hold free seal find".split()), st.integers(0, 40)),
+        st.tuples(st.sampled_from(["take", "hold", "free", "seal", "find"]), st.integers(0, 40)),
         max_size=80,
     ),
 )

@@ -94,12 +94,12 @@ def test_top_k_is_the_head_of_the_full_order_for_every_row(
 
 
 @pytest.mark.parametrize(
-    ("top_p", "kept"), [(0.01, 1), (0.5, 1), (0.51, 2), (0.8, 2), (0.81, 3), (1.0, 4)]
+    ("top_p", "kept"), [(0.01, 1), (0.49, 1), (0.51, 2), (0.79, 2), (0.81, 3), (0.94, 3), (1.0, 4)]
 )
 def test_top_p_keeps_the_smallest_head_of_that_mass(top_p: float, kept: int) -> None:
     probs = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64)
     values = (probs / 0.5).log().float()
-    keep = ops.nucleus(values, torch.tensor([top_p - 1e-6], dtype=torch.float64))
+    keep = ops.nucleus(values, torch.tensor([top_p]))
     assert keep.tolist() == [[True] * kept + [False] * (4 - kept)]
 
 

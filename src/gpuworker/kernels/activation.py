@@ -29,6 +29,5 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 def gated_activation(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """Return activation(gate) * up for gate_up [..., 2 * I] that holds gate first."""
-    size = gate_up.shape[-1] // 2
-    gate = ACTIVATIONS[activation](gate_up[..., :size])
-    return gate.mul_(gate_up[..., size:])
+    gate, up = gate_up.chunk(2, dim=-1)
+    return ACTIVATIONS[activation](gate).mul_(up)

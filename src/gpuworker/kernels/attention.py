@@ -36,8 +36,9 @@ def kv_cache_shape(
 
 def write_kv(kv: LayerKV, k: torch.Tensor, v: torch.Tensor, batch: AttentionBatch) -> None:
     """Store the keys and values [T, num_kv_heads, head_size] of a step in the cache."""
-    kv.k.flatten(0, 1).index_copy_(0, batch.slot_mapping, k)
-    kv.v.flatten(0, 1).index_copy_(0, batch.slot_mapping, v)
+    num_heads, head_size = k.shape[1:]
+    kv.k.view(-1, num_heads, head_size).index_copy_(0, batch.slot_mapping, k)
+    kv.v.view(-1, num_heads, head_size).index_copy_(0, batch.slot_mapping, v)
 
 
 def paged_attention(
@@ -108,18 +109,20 @@ class PagedAttention:
 
     def _rows(self, cache: torch.Tensor, group: Group, which: int) -> torch.Tensor:
         """Return [B, num_kv_heads, K, D], a view of the cache where the slots are consecutive."""
-        num_rows, num_keys = group.num_rows, group.num_keys
         num_heads, head_size = cache.shape[2:]
+        token_size = num_heads * head_size
+        shape = (group.num_rows, num_heads, group.num_keys, head_size)
+        strides = (group.num_keys * token_size, head_size, token_size, 1)
         if isinstance(group.slots, slice):
-            tokens = cache.flatten(0, 1)[group.slots]
-        else:
-            # Into memory that stays warm: a fresh buffer of this size costs page faults.
-            size = num_rows * num_keys * num_heads * head_size
-            if self._scratch[which].numel() < size:
-                self._scratch[which] = torch.empty(size, dtype=cache.dtype, device=cache.device)
-            tokens = self._scratch[which][:size].view(-1, num_heads, head_size)
-            torch.index_select(cache.flatten(0, 1), 0, group.slots, out=tokens)
-        return tokens.view(num_rows, num_keys, num_heads, head_size).transpose(1, 2)
+            offset = cache.storage_offset() + group.slots.start * token_size
+            return cache.as_strided(shape, strides, offset)
+        # Into memory that stays warm: a fresh buffer of this size costs page faults.
+        size = group.num_rows * group.num_keys * token_size
+        if self._scratch[which].numel() < size:
+            self._scratch[which] = torch.empty(size, dtype=cache.dtype, device=cache.device)
+        tokens = self._scratch[which][:size].view(-1, token_size)
+        torch.index_select(cache.view(-1, token_size), 0, group.slots, out=tokens)
+        return tokens.as_strided(shape, strides)
 
     def _attend_group(
         self, q: torch.Tensor, kv: LayerKV, group: Group, scale: float, softcap: float | None
