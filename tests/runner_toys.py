@@ -79,7 +79,7 @@ class ToyDecoder:
             blocks = batch.block_table[row].long()[place // batch.block_size]
             slots = blocks * batch.block_size + place % batch.block_size
             sums = torch.cumsum(k[slots] - 0.5 * v[slots], dim=0)
-            outputs.append(torch.tanh(sums[seq_len - query_len :] * 0.7))
+            outputs.append(torch.sin(sums[seq_len - query_len :] * 2.0))
         return torch.cat(outputs)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -69,9 +69,7 @@ MODELS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "qwen2": _make("Qwen2", use_sliding_window=True, sliding_window=20, max_window_layers=2),
     "qwen3": _make("Qwen3", head_dim=16, attention_bias=True),
     "phi3": _make("Phi3", partial_rotary_factor=0.5, sliding_window=40),
-    "phi3-longrope": _make(
-        "Phi3", rope_scaling=_longrope(4), original_max_position_embeddings=64
-    ),
+    "phi3-longrope": _make("Phi3", rope_scaling=_longrope(4), original_max_position_embeddings=64),
     "gemma": _make("Gemma", head_dim=16),
     "gemma2": _make("Gemma2", head_dim=16, sliding_window=18, query_pre_attn_scalar=24),
     "gemma3": _make(

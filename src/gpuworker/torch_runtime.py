@@ -180,8 +180,8 @@ class TorchRuntime(Runtime):
         _, weights, runner = self._model()
         assert self._start is not None
         gc.collect()
-        self._reader.reset_peak()
         loaded = take_snapshot(self._reader)
+        self._reader.reset_peak()
         with torch.inference_mode():
             temporary_kv_bytes = runner.profile_run()
         profiled = take_snapshot(self._reader)

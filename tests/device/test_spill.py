@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ SIZE = 300_000
 @pytest.fixture
 def arena(monkeypatch: pytest.MonkeyPatch) -> Arena:
     # Several chunks even for a small arena.
-    monkeypatch.setattr(spill_module, "_CHUNK_BYTES", 70_001)
+    monkeypatch.setattr(spill_module, "_CHUNK_BYTES", 5 * 4096)
     arena = Arena("weights", SIZE)
     arena.map(SIZE)
     _fill(arena, seed=0)
@@ -130,7 +131,7 @@ def test_a_partial_write_is_continued(
     arena: Arena, spill: Spill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pwrite = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:999], offset))
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:4096], offset))
     expected = _view(arena).clone()
     spill.save(arena, 1)
     _view(arena).zero_()
@@ -183,3 +184,31 @@ def test_a_temp_dir_in_memory_is_avoided(
 def test_a_tmpfs_is_recognised() -> None:
     assert spill_module._is_in_memory(Path("/dev/shm"))
     assert not spill_module._is_in_memory(Path("/proc"))
+
+
+def test_a_file_system_without_direct_io_is_used_all_the_same(
+    arena: Arena, spill: Spill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_fd: int, command: int, _flags: int = 0) -> int:
+        if command == fcntl.F_SETFL:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return 0
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    expected = _view(arena).clone()
+    spill.save(arena, 1)
+    _view(arena).zero_()
+    spill.restore(arena)
+    assert torch.equal(_view(arena), expected)
+
+
+def test_only_the_mapped_bytes_are_kept(spill: Spill) -> None:
+    arena = Arena("weights", 1 << 20)
+    arena.map(5000)
+    assert spill.save(arena, 1) == 8192
+    arena.unmap()
+    arena.map(1 << 20)
+    _view(arena).fill_(1)
+    spill.restore(arena)
+    assert (_view(arena)[:8192] == 0).all()
+    assert (_view(arena)[8192:] == 1).all()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from engine.fake_worker import FakeDevice
+from engine.fake_device import FakeDevice
 from gpuworker.engine import Delta, GenerationRequest, Scheduler
 from gpuworker.errors import WorkerError
 from gpuworker.messages import ExecuteModel

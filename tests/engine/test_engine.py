@@ -8,8 +8,10 @@ from collections.abc import AsyncIterator
 import anyio
 import pytest
 
-from engine.fake_worker import FakeDevice, FakeWorker, reference_tokens
-from gpuworker.engine import Engine
+from engine.fake_device import FakeDevice, reference_tokens
+from engine.fake_worker import FakeWorker
+from gpuworker.config import LimitsConfig, ModelConfig, WorkerConfig
+from gpuworker.engine import Engine, bring_up
 from gpuworker.errors import (
     ConnectionLost,
     IllegalMessage,
@@ -20,8 +22,10 @@ from gpuworker.errors import (
     WorkerError,
     WorkerFaulted,
 )
+from gpuworker.lifecycle import State
 from gpuworker.messages import Shutdown
 from gpuworker.step import SamplingParams
+from gpuworker.testing import empty_step, fake_worker
 
 PROMPT = (5, 6, 7)
 
@@ -192,7 +196,7 @@ async def test_a_full_mailbox_only_delays(worker: FakeWorker, engine: Engine) ->
 
         tasks.start_soon(generate)
         with pytest.raises(MailboxFull):
-            worker.submit(_a_step(worker))
+            worker.submit(empty_step(0))
         worker.mailbox_limit = original
     assert results == [reference_tokens(PROMPT, 8)]
 
@@ -238,6 +242,7 @@ async def test_nothing_is_in_flight_while_paused(worker: FakeWorker, engine: Eng
             worker.device.new_epoch()
         tokens = [token async for delta in generation for token in delta.token_ids]
         assert tokens == reference_tokens(PROMPT, 30)[1:]
+    assert worker.device.num_stale == 0
 
 
 async def test_sleep_and_wake_up_in_the_middle_of_generations(
@@ -253,7 +258,7 @@ async def test_sleep_and_wake_up_in_the_middle_of_generations(
         tokens = [token async for delta in generation for token in delta.token_ids]
         assert tokens == reference_tokens(PROMPT, 30)[1:]
         assert await waiting == reference_tokens((1, 2), 8)
-    assert worker.num_moves_met_steps == 0
+    assert worker.num_moves_met_steps == worker.device.num_stale == 0
 
 
 async def test_reloaded_weights_start_a_new_epoch(worker: FakeWorker, engine: Engine) -> None:
@@ -262,7 +267,7 @@ async def test_reloaded_weights_start_a_new_epoch(worker: FakeWorker, engine: En
         await engine.reload_weights()
         tokens = [token async for delta in generation for token in delta.token_ids]
     assert tokens == reference_tokens(PROMPT, 30)[1:]
-    assert worker.num_moves_met_steps == 0
+    assert worker.num_moves_met_steps == worker.device.num_stale == 0
 
 
 async def test_a_failed_sleep_lets_the_generations_go_on(
@@ -326,6 +331,12 @@ async def test_a_bug_in_the_worker_is_not_swallowed(worker: FakeWorker, engine: 
     assert caught.group_contains(ZeroDivisionError)
 
 
+async def test_engines_may_follow_each_other_on_one_worker(worker: FakeWorker) -> None:
+    for _ in range(3):
+        async with Engine(worker, worker.device.serving) as engine:
+            assert await _generate(engine, PROMPT) == reference_tokens(PROMPT, 8)
+
+
 async def test_nothing_in_the_engine_shuts_the_worker_down(
     worker: FakeWorker, engine: Engine
 ) -> None:
@@ -335,7 +346,17 @@ async def test_nothing_in_the_engine_shuts_the_worker_down(
         await worker.ask(Shutdown())
 
 
-def _a_step(worker: FakeWorker) -> object:
-    from gpuworker.testing import empty_step
-
-    return empty_step(0, worker.device.epoch)
+async def test_the_engine_runs_on_the_actor_and_through_its_sleep() -> None:
+    config = WorkerConfig(model=ModelConfig(model="fake"), limits=LimitsConfig(max_num_seqs=2))
+    async with fake_worker(config) as worker:
+        async with Engine(worker, await bring_up(worker)) as engine:
+            generation = await _first(engine)
+            await engine.sleep()
+            assert worker.state is State.SLEEPING
+            await engine.wake_up()
+            tokens = [token async for delta in generation for token in delta.token_ids]
+            assert tokens == [100] * 29  # what the fake runtime says for slot 0
+            await engine.reload_weights()
+            others = await asyncio.gather(*(_generate(engine, (n,)) for n in range(5)))
+            assert [len(other) for other in others] == [8] * 5
+        assert worker.state is State.SERVING

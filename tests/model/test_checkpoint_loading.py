@@ -202,7 +202,7 @@ def _head_case(
     embed = _random(6, 4)
     tensors = {EMBED: embed} if head is None else {EMBED: embed, HEAD: head}
     specs = [_plain(EMBED, (6, 4))] if tied else [_plain(EMBED, (6, 4)), _plain(HEAD, (6, 4))]
-    plan = _plan(_checkpoint(directory, tensors), *specs, tied_head=(EMBED, HEAD) if tied else None)
+    plan = _plan(_checkpoint(directory, tensors), *specs, tied_head=(HEAD, EMBED) if tied else None)
     params = _params(*specs)
     load(plan, params)
     assert torch.equal(params[EMBED], embed)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import tiny_models
 import torch
-from paged_decoding import PagedDecoding, load_params
 
+import tiny_models
 from gpuworker.kernels.attention import AttentionBackend
 from gpuworker.model.description import ModelDescription, describe
+from paged_decoding import PagedDecoding, load_params
 
 NUM_TOKENS = 32
 

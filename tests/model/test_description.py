@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 import pytest
-import tiny_models
 import torch
 from safetensors import safe_open
 
+import tiny_models
 from gpuworker.errors import CheckpointMismatch, UnsupportedModel
 from gpuworker.model.description import describe
 from gpuworker.model.families import FAMILIES

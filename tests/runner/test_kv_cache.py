@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
 from gpuworker.runner.kv_cache import (
     ALIGNMENT_BYTES,
     KVLayer,
@@ -10,8 +13,6 @@ from gpuworker.runner.kv_cache import (
     kv_cache_bytes,
     num_blocks_in,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 
 LAYERS = (KVLayer(3, 5, torch.bfloat16), KVLayer(1, 8, torch.float32))
 

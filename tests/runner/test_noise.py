@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import torch
+
 from gpuworker.kernels.noise import derive_seed, gumbel_noise, noise_keys, vocabulary_hash
 
 CPU = torch.device("cpu")

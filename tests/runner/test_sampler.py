@@ -7,11 +7,12 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from gpuworker.runner.requests import RequestTable
 from gpuworker.runner.sampler import Sampled, Sampler
 from gpuworker.step import NewRequest, SamplingParams
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 CPU = torch.device("cpu")
 PROMPT = (3, 3, 5)

@@ -3,10 +3,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from gpuworker.kernels import sampling as ops
-from gpuworker.kernels.noise import noise_keys, vocabulary_hash
 from hypothesis import given
 from hypothesis import strategies as st
+
+from gpuworker.kernels import sampling as ops
+from gpuworker.kernels.noise import noise_keys, vocabulary_hash
 
 INF = float("inf")
 
@@ -101,6 +102,20 @@ def test_top_p_keeps_the_smallest_head_of_that_mass(top_p: float, kept: int) -> 
     values = (probs / 0.5).log().float()
     keep = ops.nucleus(values, torch.tensor([top_p]))
     assert keep.tolist() == [[True] * kept + [False] * (4 - kept)]
+
+
+@given(
+    logits=st.lists(st.integers(-3, 3), min_size=1, max_size=12),
+    top_p=st.floats(0.0625, 1.0, width=32),
+)
+def test_nucleus_of_any_size_is_the_head_of_the_full_order(logits: list[int], top_p: float) -> None:
+    scaled = ops.scale_(torch.tensor([logits], dtype=torch.float32), torch.ones(1))
+    order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
+    mass = scaled[0, order].double().exp()
+    limit = torch.tensor([top_p])
+    kept = int(ops.nucleus(scaled[:, order], limit, mass.sum()[None]).sum())
+    ops.keep_nucleus_(scaled, limit, mass.sum()[None])
+    assert torch.isfinite(scaled[0]).nonzero()[:, 0].tolist() == sorted(order[:kept])
 
 
 def test_top_p_measures_against_the_whole_vocabulary_when_told() -> None:

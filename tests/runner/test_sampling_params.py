@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 
 import pytest
+
 from gpuworker.errors import InvalidRequest
 from gpuworker.runner.params import Feature, check_sampling, features_of
 from gpuworker.step import SamplingParams

@@ -7,6 +7,7 @@ import re
 
 import numpy as np
 import pytest
+
 from gpuworker.errors import InvalidRequest, StaleKVEpoch
 from gpuworker.messages import ExecuteModel, StepOutput
 from gpuworker.runner.runner import ModelRunner

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuworker.device.arena import Arena
@@ -38,6 +38,7 @@ def test_parameters_are_aligned_and_do_not_overlap(specs: list[ParameterSpec]) -
     assert end <= layout.total_bytes < end + ALIGNMENT_BYTES
 
 
+@settings(deadline=None)
 @given(many_specs)
 def test_bound_parameters_keep_what_is_written_to_each(specs: list[ParameterSpec]) -> None:
     layout = WeightLayout.of(specs)

@@ -72,11 +72,13 @@ class Batcher:
             request.stage = Stage.WAITING
 
     def fill(self, draft: StepDraft) -> None:
-        """Put rows into a step; nobody is admitted while others are preempted."""
-        num_preemptions = self.num_preemptions
+        """Put rows into a step.
+
+        Who was preempted for it is not admitted in the same step: it needs at least the blocks
+        that it lost, and some of them are taken.
+        """
         self._extend_running(draft)
-        if self.num_preemptions == num_preemptions:
-            self._admit_waiting(draft)
+        self._admit_waiting(draft)
 
     def confirm(self, row: Row) -> None:
         """Offer the blocks of a row that has run to the prefix cache.
@@ -85,30 +87,32 @@ class Batcher:
         meanwhile owns other blocks and is left alone.
         """
         request, block_size = row.request, self.limits.block_size
-        if row.table_version != request.table_version:
+        end = (row.num_computed + row.num_scheduled) // block_size
+        if row.table_version != request.table_version or end <= request.num_registered:
             return
         request.extend_hashes(block_size)
-        end = min((row.num_computed + row.num_scheduled) // block_size, len(request.hashes))
         for index in range(request.num_registered, end):
             self.pool.register(request.blocks[index], request.hashes[index])
-        request.num_registered = max(request.num_registered, end)
+        request.num_registered = end
 
     def _extend_running(self, draft: StepDraft) -> None:
-        for request in sorted(self._running, key=lambda request: request.num_to_schedule > 1):
+        wanted = [(request, request.num_to_schedule) for request in self._running]
+        decodes = [pair for pair in wanted if pair[1] == 1]
+        prefills = [pair for pair in wanted if pair[1] > 1]
+        for request, num_wanted in decodes + prefills:
             if request.stage is not Stage.RUNNING:
                 continue  # preempted a moment ago
-            count = min(request.num_to_schedule, draft.budget)
-            while count > self._room(request):
-                victim = self._youngest_without_row(draft)
-                if victim is None or victim is request:
-                    break
-                self._preempt(victim)
-            count = min(count, self._room(request))
+            count, new_block_ids = min(num_wanted, draft.budget), []
+            if request.num_computed + count > len(request.blocks) * self.limits.block_size:
+                count = self._make_room(request, count, draft)
+                new_block_ids = self._grow(request, count)
             if count > 0:
-                draft.add(request, count, self._grow(request, count), flags=0, new=False)
+                draft.add(request, count, new_block_ids, flags=0, new=False)
 
     def _admit_waiting(self, draft: StepDraft) -> None:
         """Begin or resume requests while all that they and the running ones know fits."""
+        if not self._waiting:
+            return
         block_size = self.limits.block_size
         num_promised = sum(
             self.limits.blocks_for(request.num_total) - len(request.blocks)
@@ -117,7 +121,9 @@ class Batcher:
         )
         while self._waiting and draft.budget:
             request = self._waiting[0]
-            if request.slot is None and not self._slots.has_free:
+            if request.slot is None and (
+                not self._slots.has_free or self._slots.is_taken(request.request_id)
+            ):
                 return
             request.extend_hashes(block_size)
             # At least one token is computed, for its logits.
@@ -159,10 +165,15 @@ class Batcher:
         blocks += new_blocks
         return new_blocks
 
-    def _room(self, request: LiveRequest) -> int:
-        """Count the tokens for which the request's blocks and the free ones suffice."""
-        num_blocks = len(request.blocks) + self.pool.num_free
-        return num_blocks * self.limits.block_size - request.num_computed
+    def _make_room(self, request: LiveRequest, count: int, draft: StepDraft) -> int:
+        """Preempt others until count more tokens fit; returns how many do after all."""
+        while True:
+            num_blocks = len(request.blocks) + self.pool.num_free
+            room = num_blocks * self.limits.block_size - request.num_computed
+            victim = self._youngest_without_row(draft)
+            if count <= room or victim is None or victim is request:
+                return min(count, room)
+            self._preempt(victim)
 
     def _youngest_without_row(self, draft: StepDraft) -> LiveRequest | None:
         # One that wants no further token frees its blocks soon anyway.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
@@ -89,7 +90,12 @@ class Engine:
     def __init__(self, worker: WorkerLike, serving: ServingInfo, *, depth: int = 2) -> None:
         self.serving = serving
         self._worker = worker
-        self._scheduler = Scheduler(serving.limits(depth=depth), kv_epoch=serving.kv_epoch)
+        # Step ids must rise on a worker, also from one engine to the next; no engine does
+        # more than a step a microsecond.
+        first_step_id = time.time_ns() // 1000
+        self._scheduler = Scheduler(
+            serving.limits(depth=depth), kv_epoch=serving.kv_epoch, first_step_id=first_step_id
+        )
         self._inboxes: dict[str, asyncio.Queue[Delta]] = {}
         self._flights: deque[tuple[ExecuteModel, asyncio.Future[StepOutput]]] = deque()
         self._wake = asyncio.Event()

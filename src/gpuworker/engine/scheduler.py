@@ -45,17 +45,24 @@ class Scheduler:
     until all have come back; then every request is computed again from what the worker knows.
     """
 
-    def __init__(self, limits: SchedulerLimits, *, kv_epoch: int = 0) -> None:
-        """Begin with nothing; raises InvalidRequest when there is no usable block."""
+    def __init__(
+        self, limits: SchedulerLimits, *, kv_epoch: int = 0, first_step_id: int = 0
+    ) -> None:
+        """Begin with nothing; raises InvalidRequest when there is no usable block.
+
+        The first step id must be above those that the worker has seen.
+        """
         self.limits = limits
         self._epoch = kv_epoch
         self._live: dict[str, LiveRequest] = {}  # in order of arrival
         self._slots = SlotBook(limits.max_num_seqs)
         self._batcher = Batcher(limits, self._slots)
         self._in_flight: deque[InFlight] = deque()
-        self._next_step_id = 0
+        self._next_step_id = first_step_id
         self._lost_step_id: int | None = None  # the first step that did not run
-        self._last_doubtful_step_id = -1  # up to here, steps may name what the worker lacks
+        self._last_doubtful_step_id = (
+            first_step_id - 1
+        )  # up to here, steps may name what the worker lacks
         self._num_arrivals = 0
         self._num_steps = 0
 

@@ -31,11 +31,6 @@ class SlotBook:
         """Whether bind would find a slot."""
         return bool(self._free)
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether there are ended requests that no step has carried yet."""
-        return bool(self._ended or self._owed)
-
     def bind(self, request: LiveRequest) -> int:
         """Take a free slot for a request."""
         slot = self._free.popleft()
@@ -49,16 +44,23 @@ class SlotBook:
     def send_ended(self, *, with_company: bool) -> list[LiveRequest]:
         """Return the ended requests for the step being built; their slots are free from now on.
 
-        Those that a lost step carried go only with something else: alone, they would be lost
-        in the same way at once, for ever.
+        Those of which the worker may not have heard yet stay behind: it could still refuse
+        them. Those that a lost step carried go only with something else: alone, they would be
+        lost in the same way at once, for ever.
         """
-        if not self._ended and not with_company:
+        ended = [request for request in self._ended if self._is_confirmed(request)]
+        if not ended and not with_company:
             return []
-        ended = self._owed + self._ended
-        self._owed, self._ended = [], []
+        self._ended = [request for request in self._ended if not self._is_confirmed(request)]
+        ended += self._owed
+        self._owed = []
         for request in ended:
             self._release(request)
         return ended
+
+    def is_taken(self, request_id: str) -> bool:
+        """Whether an ended request of that id has stayed behind."""
+        return any(request.request_id == request_id for request in self._ended)
 
     def take_back(self, slot: int, request: LiveRequest) -> None:
         """Free the slot of a new request that the worker refused; it needs no ending."""
@@ -70,7 +72,7 @@ class SlotBook:
     def note_ended(self, ended: Iterable[LiveRequest]) -> None:
         """Record that a step with these ended requests ran."""
         for request in ended:
-            if request.slot is not None and self._confirmed.get(request.slot) is request:
+            if request.slot is not None and self._is_confirmed(request):
                 del self._confirmed[request.slot]
 
     def note_bound(self, slot: int, request: LiveRequest) -> None:
@@ -89,6 +91,9 @@ class SlotBook:
             request.slot = slot
             if request.stage is Stage.FINISHED:
                 self._owed.append(request)
+
+    def _is_confirmed(self, request: LiveRequest) -> bool:
+        return request.slot is not None and self._confirmed.get(request.slot) is request
 
     def _release(self, request: LiveRequest) -> None:
         assert request.slot is not None

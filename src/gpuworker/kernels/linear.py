@@ -12,6 +12,7 @@ __all__ = ["Linear"]
 #   bfloat16 without 16-bit arithmetic, 2 / 8 / 32 / 128 rows: as it is 24 / 51 / 134 / 467;
 #   widened piece by piece and multiplied in float32 28 / 41 / 61 / 125.
 _SWAP_ROWS = range(12, 65)
+_SWAP_OUTPUTS = 1 << 14  # an output head gains nothing, and its readers want rows
 _WIDEN_ROWS = 6
 _WIDEN_ELEMENTS = 1 << 19
 
@@ -39,7 +40,7 @@ class Linear:
         The result may be column-major; so may x.
         """
         num_rows = x.shape[0]
-        if self._swaps and num_rows in _SWAP_ROWS:
+        if self._swaps and num_rows in _SWAP_ROWS and weight.shape[0] <= _SWAP_OUTPUTS:
             out = torch.mm(weight, x.t()).t()
             return out if bias is None else out.add_(bias)
         if self._widens and num_rows >= _WIDEN_ROWS and weight.shape[1] <= _WIDEN_ELEMENTS:

@@ -21,9 +21,9 @@ class RmsNorm:
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Return the normed x [..., size] for a weight [size]."""
-        wide = x.float()
-        norm = torch.linalg.vector_norm(wide, 2, -1, True)
+        if x.dtype is not torch.float32:
+            return self(x.float(), weight).to(x.dtype)
+        norm = torch.linalg.vector_norm(x, 2, -1, True)
         scale = torch.addcmul(self._eps, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
-        out = torch.mul(wide, scale)
-        out = torch.addcmul(out, out, weight) if self._one_plus else out.mul_(weight)
-        return out.to(x.dtype)
+        out = torch.mul(x, scale)
+        return torch.addcmul(out, out, weight) if self._one_plus else out.mul_(weight)

@@ -177,12 +177,12 @@ class Decoder:
         num_q, num_kv = d.num_attention_heads, d.num_kv_heads
         qkv = self._linear(x, layer.qkv.weight, layer.qkv.bias)
         heads = qkv.contiguous().view(-1, num_q + 2 * num_kv, d.head_size)
-        qk, v = heads.split((num_q + num_kv, num_kv), dim=1)
+        qk, v = heads.split_with_sizes((num_q + num_kv, num_kv), dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             qk = self._qk_normed(qk, layer.q_norm, layer.k_norm)
         if layer.spec.rope is not None:
             qk = apply_rope(qk, rotations[layer.spec.rope])
-        q, k = qk.split((num_q, num_kv), dim=1)
+        q, k = qk.split_with_sizes((num_q, num_kv), dim=1)
         write_kv(kv, k, v, batch)
         out = attention.attend(
             q,

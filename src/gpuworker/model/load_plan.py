@@ -33,6 +33,7 @@ class LoadPlan:
 
     copies: tuple[PlannedCopy, ...]
     warnings: tuple[str, ...]
+    """What was decided about the tensors; the checkpoint has its own."""
 
 
 def plan_load(
@@ -44,7 +45,7 @@ def plan_load(
 ) -> LoadPlan:
     """Choose each parameter's first complete variant and check everything about it.
 
-    tied_head names the embedding and the head of a model whose head is its embedding: a head
+    tied_head names the head and the embedding of a model whose head is its embedding: a head
     that the checkpoint holds all the same is not loaded, and a warning says when its values
     differ. Raises one CheckpointMismatch that lists every tensor that is missing, unknown, a
     second source of a parameter, wrongly shaped or not convertible, and every parameter that
@@ -52,7 +53,7 @@ def plan_load(
     """
     problems: list[str] = []
     copies: list[PlannedCopy] = []
-    accounted = set() if tied_head is None else {tied_head[1]}
+    accounted = set() if tied_head is None else {tied_head[0]}
     for spec in specs:
         variant = _first_complete(checkpoint, spec)
         if variant is None:
@@ -79,7 +80,7 @@ def plan_load(
         raise CheckpointMismatch(
             f"{checkpoint.directory} does not fit its config: {'; '.join(problems)}"
         )
-    return LoadPlan(tuple(copies), (*checkpoint.warnings, *_head_warnings(checkpoint, tied_head)))
+    return LoadPlan(tuple(copies), tuple(_head_warnings(checkpoint, tied_head)))
 
 
 def _first_complete(checkpoint: Checkpoint, spec: ParameterSpec) -> tuple[Source, ...] | None:
@@ -167,7 +168,7 @@ def _volume(region: Region) -> int:
 def _head_warnings(checkpoint: Checkpoint, tied_head: tuple[str, str] | None) -> Iterator[str]:
     if tied_head is None or any(name not in checkpoint.tensors for name in tied_head):
         return
-    embedding, head = tied_head
+    head, embedding = tied_head
     if not have_equal_values(checkpoint.tensors[embedding], checkpoint.tensors[head]):
         yield (
             f"{head} differs from {embedding}, but the config ties them; the embedding is used "

@@ -134,7 +134,9 @@ class _Manifest:
         )
         qwen, mixtral = (f"{b}experts." for b in blocks)
         shape = (num, 2 * size, hidden)
-        stacked: list[list[_Part]] = [[(f"{b}experts.gate_up_proj", shape, (0, 0, 0))] for b in blocks]
+        stacked: list[list[_Part]] = [
+            [(f"{b}experts.gate_up_proj", shape, (0, 0, 0))] for b in blocks
+        ]
         apart: list[list[_Part]] = [
             [
                 (f"{prefix}{expert}.{name}.weight", (size, hidden), (expert, offset, 0))

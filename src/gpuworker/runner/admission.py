@@ -195,7 +195,7 @@ class _Planner:
             return f"slot {new.slot} is given to {num_claims} new requests of this step"
         if self._live[new.slot]:
             return f"slot {new.slot} is taken by request {self._names[new.slot]!r}"
-        if new.num_prompt_tokens == 0:
+        if new.num_prompt_tokens < 1:
             return "the prompt is empty; give at least one token"
         if tokens.size > self._limits.max_model_len:
             return (
@@ -231,6 +231,8 @@ class _Planner:
         ]
         refused = self._contested[slots]
         for faulty, message in self._row_checks(known, ends, replaces, held, block_ids):
+            if not faulty.any():
+                continue
             for row in np.flatnonzero(faulty & ~refused).tolist():
                 self._refuse(self._names.get(int(slots[row]), ""), message(row))
             refused = refused | faulty

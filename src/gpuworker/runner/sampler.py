@@ -179,10 +179,8 @@ class Sampler:
         # Where even the last candidate is inside, the nucleus may go on behind it.
         for row in keep[:, -1].nonzero()[:, 0].tolist():
             one = slice(row, row + 1)
-            values, ids = ops.sorted_candidates(scaled[one])
-            outside = ~ops.nucleus(values, top_p[one], total[one])
-            values = values.masked_fill(outside, float("-inf"))
-            tokens[one] = ops.draw_from_candidates(values, ids, self._hashes, keys[one])
+            ops.keep_nucleus_(scaled[one], top_p[one], total[one])
+            tokens[one] = ops.draw(scaled[one], self._hashes, keys[one])
         return tokens
 
     def _scaled(self, logits: torch.Tensor, table: RequestTable, slots: Int32Array) -> torch.Tensor:

@@ -55,7 +55,12 @@ class ModelSource:
     def _tied_head(self) -> tuple[str, str] | None:
         if not self.description.tie_word_embeddings:
             return None
-        return ("lm_head.weight", "model.embed_tokens.weight")
+        for prefix in self.description.checkpoint_prefixes:
+            return (
+                f"{prefix.removesuffix('model.')}lm_head.weight",
+                f"{prefix}embed_tokens.weight",
+            )
+        return None
 
 
 def open_source(config: ModelConfig) -> ModelSource:

@@ -1,0 +1,162 @@
+"""Layer 0. An asyncio client: ask and submit as on an embedded worker."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import zmq
+import zmq.asyncio
+
+from gpuworker.errors import ConnectionLost, MalformedMessage, RequestTimeout
+from gpuworker.ipc.endpoint import check_endpoint
+from gpuworker.ipc.monitor import EVENTS, is_lost, is_ready
+from gpuworker.ipc.sockets import configure
+from gpuworker.ipc.wire import Kind, decode_header, decode_reply, encode_request, error_of
+from gpuworker.messages import Failure, ReplyT, Request
+
+__all__ = ["CONNECT_TIMEOUT_S", "RemoteWorker", "connect"]
+
+CONNECT_TIMEOUT_S = 10.0
+
+
+class RemoteWorker:
+    """A worker at the other end of a socket; made by connect.
+
+    Replies are matched by number, so any number of requests may be under way. When the worker
+    goes away every pending request fails with ConnectionLost: its outcome is unknown.
+    """
+
+    def __init__(self, socket: zmq.asyncio.Socket, endpoint: str, timeout_s: float | None) -> None:
+        self._socket = socket
+        self._endpoint = endpoint
+        self._timeout_s = timeout_s
+        self._corr = itertools.count(1)
+        self._pending: dict[int, tuple[type[Request[Any]], asyncio.Future[Any]]] = {}
+        self._ready = asyncio.Event()
+
+    async def ask(self, request: Request[ReplyT], *, timeout_s: float | None = None) -> ReplyT:
+        """Send a request and return its reply, or raise the error it was answered with.
+
+        timeout_s (else that of connect, else none) raises RequestTimeout. Cancelling abandons
+        the reply; the worker still carries the request out.
+        """
+        reply = self.submit(request)
+        limit_s = timeout_s if timeout_s is not None else self._timeout_s
+        try:
+            done, _ = await asyncio.wait([reply], timeout=limit_s)
+        finally:
+            if not reply.done():
+                reply.cancel()
+        if not done:
+            raise RequestTimeout(
+                f"no reply to {type(request).__name__} within {limit_s:g} s; its outcome is unknown"
+            )
+        return reply.result()
+
+    def submit(self, request: Request[ReplyT]) -> asyncio.Future[ReplyT]:
+        """Send a request at once, in order; the future is what ask would return or raise.
+
+        Raises ConnectionLost while no worker is connected; nothing was sent then.
+        """
+        if not self._ready.is_set():
+            raise ConnectionLost(f"no worker is connected at {self._endpoint}; nothing was sent")
+        corr = next(self._corr)
+        frames = encode_request(corr, request)
+        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._pending[corr] = (type(request), reply)
+        reply.add_done_callback(lambda _: self._pending.pop(corr, None))
+        # zmq.asyncio returns a future; its stubs say awaitable. Sends keep their order.
+        sent = cast("asyncio.Future[Any]", self._socket.send_multipart(frames))
+        sent.add_done_callback(lambda done: _fail_unsent(done, reply))
+        return cast("asyncio.Future[ReplyT]", reply)
+
+    async def _read(self) -> None:
+        # Cancelled only when the client closes: a message could be lost otherwise.
+        while True:
+            frames = await self._socket.recv_multipart()
+            corr = decode_header(frames, Kind.REPLY)
+            message, reply = self._pending.get(corr, (None, None))
+            if message is None or reply is None or reply.done():
+                continue  # abandoned
+            try:
+                answer = decode_reply(message, frames[1])
+            except MalformedMessage as error:
+                reply.set_exception(error)
+                continue
+            if isinstance(answer, Failure):
+                reply.set_exception(error_of(answer))
+            else:
+                reply.set_result(answer)
+
+    async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
+        while True:
+            frames = await monitor.recv_multipart()
+            if is_ready(frames):
+                self._ready.set()
+            elif is_lost(frames):
+                self._ready.clear()
+                self._fail_pending()
+
+    def _fail_pending(self) -> None:
+        for message, reply in list(self._pending.values()):
+            if not reply.done():
+                reply.set_exception(
+                    ConnectionLost(
+                        f"the worker at {self._endpoint} went away; the outcome of "
+                        f"{message.__name__} is unknown"
+                    )
+                )
+                reply.exception()  # seen: nobody may be waiting for it
+
+
+def _fail_unsent(sent: asyncio.Future[Any], reply: asyncio.Future[Any]) -> None:
+    if not sent.cancelled() and (error := sent.exception()) is not None and not reply.done():
+        reply.set_exception(ConnectionLost(f"the request could not be sent: {error}"))
+
+
+@asynccontextmanager
+async def connect(
+    endpoint: str,
+    *,
+    timeout_s: float | None = None,
+    connect_timeout_s: float = CONNECT_TIMEOUT_S,
+) -> AsyncIterator[RemoteWorker]:
+    """Connect to a worker's endpoint.
+
+    timeout_s limits each ask. Raises ConfigError for an endpoint that cannot be, ConnectionLost
+    when no worker answers there within connect_timeout_s.
+    """
+    check_endpoint(endpoint)
+    with zmq.asyncio.Context() as context:
+        socket = context.socket(zmq.DEALER)
+        configure(socket)
+        socket.setsockopt(zmq.LINGER, 0)
+        monitor = socket.get_monitor_socket(EVENTS)
+        worker = RemoteWorker(socket, endpoint, timeout_s)
+        tasks = [
+            asyncio.create_task(worker._watch(monitor), name="gpuworker monitor"),
+            asyncio.create_task(worker._read(), name="gpuworker replies"),
+        ]
+        try:
+            socket.connect(endpoint)
+            try:
+                async with asyncio.timeout(connect_timeout_s):
+                    await worker._ready.wait()
+            except TimeoutError as error:
+                raise ConnectionLost(
+                    f"no worker answers at {endpoint} within {connect_timeout_s:g} s; is one "
+                    "running? gpuworker serve starts one"
+                ) from error
+            yield worker
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            worker._fail_pending()
+            socket.disable_monitor()
+            monitor.close(linger=0)  # term would wait for it
+            socket.close(linger=0)

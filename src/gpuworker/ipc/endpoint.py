@@ -1,0 +1,101 @@
+"""Layer 0. Names of endpoints, checked before ZeroMQ sees them."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+import zmq
+
+from gpuworker.errors import ConfigError
+
+__all__ = ["check_endpoint", "default_endpoint", "ipc_path", "prepare_directory"]
+
+_LOOPBACK_NAMES = ("localhost",)
+MAX_IPC_PATH_BYTES = zmq.IPC_PATH_MAX_LEN or 107
+
+
+def check_endpoint(endpoint: str) -> str:
+    """Return the endpoint when it can be used; raises ConfigError that names what is wrong.
+
+    ipc:// takes a path of a file system, short enough for a Unix socket. tcp:// takes loopback
+    addresses only, because this release has no encryption; port * or 0 lets the system choose.
+    """
+    scheme, separator, rest = endpoint.partition("://")
+    if not separator or scheme not in ("ipc", "tcp"):
+        raise ConfigError(f"endpoint {endpoint!r} must begin with ipc:// or tcp://")
+    if scheme == "ipc":
+        _check_ipc(endpoint, rest)
+    else:
+        _check_tcp(endpoint, rest)
+    return endpoint
+
+
+def ipc_path(endpoint: str) -> Path | None:
+    """Return the socket file of an ipc endpoint; None for tcp."""
+    scheme, _, rest = endpoint.partition("://")
+    return Path(rest) if scheme == "ipc" else None
+
+
+def prepare_directory(path: Path) -> None:
+    """Make the directory of a socket file, private to this user, when it is not there.
+
+    Raises ConfigError when an existing one belongs to or can be entered by somebody else.
+    """
+    directory = path.parent
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = directory.stat()
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid != os.geteuid() or mode & 0o077:
+        raise ConfigError(
+            f"{directory} has mode {mode:03o} and owner {status.st_uid}; sockets go into a "
+            "directory of mode 700 of your own: chmod 700 it, or name another"
+        )
+
+
+def default_endpoint() -> str:
+    """Return a fresh ipc endpoint in a private directory with a short name."""
+    runtime_dir = os.environ.get("XDG_RUNTIME_DIR")
+    base = runtime_dir if runtime_dir is not None and os.path.isdir(runtime_dir) else None
+    directory = tempfile.mkdtemp(prefix="gpuworker-", dir=base)  # mode 700
+    endpoint = f"ipc://{directory}/worker"
+    if len(os.fsencode(f"{directory}/worker")) > MAX_IPC_PATH_BYTES:
+        os.rmdir(directory)
+        endpoint = f"ipc://{tempfile.mkdtemp(prefix='gpuworker-', dir='/tmp')}/worker"
+    return endpoint
+
+
+def _check_ipc(endpoint: str, path: str) -> None:
+    if path.startswith("@"):
+        raise ConfigError(
+            f"endpoint {endpoint!r} is an abstract socket, which has no permissions; use a path"
+        )
+    if not os.path.isabs(path) or path.endswith("/"):
+        raise ConfigError(f"endpoint {endpoint!r} needs an absolute path of a file after ipc://")
+    length = len(os.fsencode(path))
+    if length > MAX_IPC_PATH_BYTES:
+        raise ConfigError(
+            f"socket path {path!r} has {length} bytes, the limit is {MAX_IPC_PATH_BYTES}; use a "
+            "shorter directory"
+        )
+
+
+def _check_tcp(endpoint: str, address: str) -> None:
+    host, separator, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not separator or not (port in ("*",) or (port.isdecimal() and int(port) < 1 << 16)):
+        raise ConfigError(f"endpoint {endpoint!r} needs a port: tcp://127.0.0.1:5555, or * for any")
+    if host in _LOOPBACK_NAMES:
+        return
+    try:
+        is_loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_loopback = False
+    if not is_loopback:
+        raise ConfigError(
+            f"endpoint {endpoint!r} is not a loopback address; this release has no encrypted "
+            "remote transport, use tcp://127.0.0.1 or ipc:// and a tunnel"
+        )

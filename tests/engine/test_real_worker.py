@@ -1,0 +1,94 @@
+"""The engine on a worker that computes: a batch, a tiny pool and sleep change no token."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from gpuworker.actor import GPUWorker
+from gpuworker.cli.tiny_model import make_tiny_model
+from gpuworker.config import CacheConfig, DeviceConfig, LimitsConfig, ModelConfig, WorkerConfig
+from gpuworker.engine import Engine, bring_up
+from gpuworker.messages import GetStatus, ResumePools
+from gpuworker.step import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0)
+LIMITS = LimitsConfig(max_num_seqs=6, max_num_batched_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> WorkerConfig:
+    return WorkerConfig(
+        model=ModelConfig(model=str(make_tiny_model(tmp_path_factory.mktemp("tiny")))),
+        device=DeviceConfig(num_threads=1),
+        cache=CacheConfig(block_size=4, kv_cache_memory_bytes=8 << 20),
+        limits=LIMITS,
+    )
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[tuple[int, ...]]:
+    rng = random.Random(3)
+    prefixes = [tuple(rng.randrange(200) for _ in range(20)) for _ in range(3)]
+    return [
+        rng.choice(prefixes)[: rng.randrange(4, 20)]
+        + tuple(rng.randrange(200) for _ in range(rng.randrange(1, 20)))
+        for _ in range(20)
+    ]
+
+
+async def _generate(engine: Engine, prompt: tuple[int, ...], first: asyncio.Event) -> list[int]:
+    tokens: list[int] = []
+    async for delta in engine.generate(prompt, sampling=GREEDY, max_tokens=20):
+        tokens += delta.token_ids
+        first.set()
+    return tokens
+
+
+async def _alone(config: WorkerConfig, prompts: list[tuple[int, ...]]) -> list[list[int]]:
+    async with GPUWorker(config) as worker:
+        serving = await bring_up(worker, limits=LIMITS)
+        async with Engine(worker, serving) as engine:
+            return [await _generate(engine, prompt, asyncio.Event()) for prompt in prompts]
+
+
+async def test_a_batch_in_a_tiny_pool_generates_what_lone_runs_do(
+    config: WorkerConfig, prompts: list[tuple[int, ...]]
+) -> None:
+    expected = await _alone(config, prompts)
+    async with GPUWorker(config) as worker:
+        async with Engine(worker, await bring_up(worker, num_blocks=26)) as engine:
+            results = await asyncio.gather(
+                *(_generate(engine, prompt, asyncio.Event()) for prompt in prompts)
+            )
+            statistics = engine.statistics()
+        assert (await worker.ask(GetStatus())).num_requests == 0
+    assert results == expected
+    assert statistics.num_preemptions > 0
+    assert statistics.num_prefix_hits > 0
+
+
+async def test_both_levels_of_sleep_in_the_middle_change_no_token(
+    config: WorkerConfig, prompts: list[tuple[int, ...]]
+) -> None:
+    expected = await _alone(config, prompts)
+    async with GPUWorker(config) as worker:
+        serving = await bring_up(worker, limits=LIMITS)
+        async with Engine(worker, serving) as engine, asyncio.TaskGroup() as tasks:
+            begun = [asyncio.Event() for _ in prompts]
+            results = [
+                tasks.create_task(_generate(engine, prompt, first))
+                for prompt, first in zip(prompts, begun, strict=True)
+            ]
+            await begun[2].wait()
+            await engine.sleep(1)
+            await engine.wake_up()
+            await begun[10].wait()
+            await engine.sleep(2)
+            await worker.ask(ResumePools(tags=("weights",)))
+            await engine.reload_weights()
+            await engine.wake_up()
+            assert not all(result.done() for result in results)
+    assert [result.result() for result in results] == expected
