@@ -22,6 +22,7 @@ from gpuworker.replies import (
     KVCacheAllocated,
     KVCacheSpec,
     KVLayerSpec,
+    Limits,
     MaxModelLenUpdated,
     MemoryProfiled,
     MemoryUse,
@@ -55,12 +56,14 @@ __all__ = [
     "ExecuteModel",
     "Failure",
     "GetKVCacheSpec",
+    "GetLimits",
     "GetStatus",
     "Health",
     "InitDevice",
     "KVCacheAllocated",
     "KVCacheSpec",
     "KVLayerSpec",
+    "Limits",
     "LoadModel",
     "MaxModelLenUpdated",
     "MemoryProfiled",
@@ -120,6 +123,10 @@ class LoadModel(Request[ModelLoaded], frozen=True):
 
 class GetKVCacheSpec(Request[KVCacheSpec], frozen=True):
     """Describe what the model keeps per token."""
+
+
+class GetLimits(Request[Limits], frozen=True):
+    """Report the limits of steps and of requests, for a scheduler that starts or takes over."""
 
 
 class ProfileMemory(Request[MemoryProfiled], frozen=True):
@@ -206,6 +213,7 @@ REQUESTS: tuple[type[Request[Any]], ...] = (
     InitDevice,
     LoadModel,
     GetKVCacheSpec,
+    GetLimits,
     ProfileMemory,
     UpdateMaxModelLen,
     AllocateKVCache,

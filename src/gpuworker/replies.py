@@ -20,6 +20,7 @@ __all__ = [
     "KVCacheAllocated",
     "KVCacheSpec",
     "KVLayerSpec",
+    "Limits",
     "MaxModelLenUpdated",
     "MemoryProfiled",
     "MemoryUse",
@@ -94,8 +95,6 @@ class ModelLoaded(Reply, frozen=True):
     max_model_len: Number
     vocab_size: Number
     eos_token_ids: tuple[int, ...]
-    max_num_seqs: Number
-    max_num_batched_tokens: Number
     load_s: float
     warnings: tuple[str, ...] = ()
 
@@ -164,6 +163,27 @@ class ServingStarted(Reply, frozen=True):
     kv_epoch: Number
     max_num_seqs: Number
     max_num_batched_tokens: Number
+
+
+class Limits(Reply, frozen=True):
+    """What a scheduler must know of this worker, and what its predecessor left behind."""
+
+    max_model_len: Number
+    vocab_size: Number
+    eos_token_ids: tuple[int, ...]
+    max_num_seqs: Number
+    max_num_batched_tokens: Number
+    max_logprobs: Number
+    block_size: Count
+    max_num_blocks: Number
+    """What the profile left room for; 0 before ProfileMemory."""
+    num_blocks: Number
+    """Blocks of the pool, the null block included; 0 before AllocateKVCache."""
+    kv_epoch: Number
+    next_step_id: Number
+    """The smallest step id that is accepted."""
+    live_requests: tuple[str, ...]
+    """Requests that are known; a scheduler that takes over sends them as finished."""
 
 
 class StepOutput(Reply, frozen=True, gc=False):

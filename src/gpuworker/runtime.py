@@ -120,6 +120,10 @@ class Runtime(ABC):
         """Describe the KV cache of the loaded model."""
 
     @abstractmethod
+    def limits(self) -> m.Limits:
+        """Report the limits of the loaded model's steps and the live requests."""
+
+    @abstractmethod
     def profile_memory(self) -> m.MemoryProfiled:
         """Run the largest batch and compute the budget; leaves no memory behind."""
 

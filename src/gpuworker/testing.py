@@ -85,8 +85,6 @@ class FakeRuntime(Runtime):
             max_model_len=self._max_model_len,
             vocab_size=256,
             eos_token_ids=(0,),
-            max_num_seqs=self.config.limits.max_num_seqs,
-            max_num_batched_tokens=self.config.limits.max_num_batched_tokens,
             load_s=0.0,
         )
 
@@ -120,6 +118,22 @@ class FakeRuntime(Runtime):
             dtype="float32",
             block_bytes=_BLOCK_BYTES,
             layers=(),
+        )
+
+    def limits(self) -> m.Limits:
+        return m.Limits(
+            max_model_len=self._max_model_len,
+            vocab_size=256,
+            eos_token_ids=(0,),
+            max_num_seqs=self.config.limits.max_num_seqs,
+            max_num_batched_tokens=self.config.limits.max_num_batched_tokens,
+            max_logprobs=self.config.limits.max_logprobs,
+            block_size=self.config.cache.block_size,
+            max_num_blocks=_MAX_BLOCKS if "budget" in self.books else 0,
+            num_blocks=self._num_blocks,
+            kv_epoch=self._epoch,
+            next_step_id=0,
+            live_requests=(),
         )
 
     def profile_memory(self) -> m.MemoryProfiled:

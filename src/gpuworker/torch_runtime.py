@@ -138,8 +138,6 @@ class TorchRuntime(Runtime):
             max_model_len=source.max_model_len,
             vocab_size=source.description.vocab_size,
             eos_token_ids=source.eos_token_ids,
-            max_num_seqs=self.config.limits.max_num_seqs,
-            max_num_batched_tokens=self.config.limits.max_num_batched_tokens,
             load_s=time.monotonic() - started,
             warnings=weights.warnings,
         )
@@ -174,6 +172,23 @@ class TorchRuntime(Runtime):
     def kv_cache_spec(self) -> m.KVCacheSpec:
         source = self._model()[0]
         return kv_cache_spec(source.description, source.dtype, self.config.cache.block_size)
+
+    def limits(self) -> m.Limits:
+        source, _, runner = self._model()
+        return m.Limits(
+            max_model_len=runner.max_model_len,
+            vocab_size=source.description.vocab_size,
+            eos_token_ids=source.eos_token_ids,
+            max_num_seqs=self.config.limits.max_num_seqs,
+            max_num_batched_tokens=self.config.limits.max_num_batched_tokens,
+            max_logprobs=self.config.limits.max_logprobs,
+            block_size=self.config.cache.block_size,
+            max_num_blocks=self._max_num_blocks() if self._budget is not None else 0,
+            num_blocks=self._pool.num_blocks if self._pool is not None else 0,
+            kv_epoch=self._epoch,
+            next_step_id=runner.next_step_id,
+            live_requests=runner.live_requests,
+        )
 
     def profile_memory(self) -> m.MemoryProfiled:
         started = time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,9 @@ from gpuworker.actor import GPUWorker
 from gpuworker.cli.tiny_model import make_tiny_model
 from gpuworker.config import CacheConfig, DeviceConfig, LimitsConfig, ModelConfig, WorkerConfig
 from gpuworker.engine import Engine, bring_up
-from gpuworker.messages import GetStatus, ResumePools
+from gpuworker.ipc.client import connect
+from gpuworker.ipc.server import serve
+from gpuworker.messages import GetStatus, ResumePools, Shutdown
 from gpuworker.step import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -92,3 +95,25 @@ async def test_both_levels_of_sleep_in_the_middle_change_no_token(
             await engine.wake_up()
             assert not all(result.done() for result in results)
     assert [result.result() for result in results] == expected
+
+
+async def test_over_a_socket_everything_is_as_in_the_same_process(
+    config: WorkerConfig, prompts: list[tuple[int, ...]], tmp_path: Path
+) -> None:
+    expected = await _alone(config, prompts[:6])
+    async with GPUWorker(config) as worker, asyncio.TaskGroup() as tasks:
+        endpoint = f"ipc://{tmp_path}/private/worker"
+        tasks.create_task(serve(worker, endpoint))
+        async with connect(endpoint) as remote:
+            serving = await bring_up(remote, limits=LIMITS)
+            async with Engine(remote, serving) as engine:
+                begun = [asyncio.Event() for _ in expected]
+                results = [
+                    asyncio.create_task(_generate(engine, prompt, first))
+                    for prompt, first in zip(prompts, begun, strict=False)
+                ]
+                await begun[1].wait()
+                await engine.sleep(1)
+                await engine.wake_up()
+                assert await asyncio.gather(*results) == expected
+            await remote.ask(Shutdown())

@@ -24,11 +24,9 @@ LEGAL: dict[State, dict[type[m.Request], State]] = {
     State.UNINIT: {m.InitDevice: State.DEVICE_READY},
     State.DEVICE_READY: {
         m.LoadModel: State.DEVICE_READY,
-        m.GetKVCacheSpec: State.DEVICE_READY,
         m.ProfileMemory: State.PROFILED,
     },
     State.PROFILED: {
-        m.GetKVCacheSpec: State.PROFILED,
         m.UpdateMaxModelLen: State.PROFILED,
         m.AllocateKVCache: State.KV_ALLOCATED,
     },
@@ -51,7 +49,9 @@ LEGAL: dict[State, dict[type[m.Request], State]] = {
     },
     State.FAULTED: {},
 }
-for legal in LEGAL.values():
+for state, legal in LEGAL.items():
+    if state not in (State.UNINIT, State.FAULTED):
+        legal[m.GetLimits] = legal[m.GetKVCacheSpec] = state
     legal[m.Shutdown] = State.CLOSED
 
 ARGUMENTS = {

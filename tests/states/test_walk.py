@@ -76,8 +76,8 @@ class Model:
     def _refusal(self, request: m.Request) -> type[WorkerError] | None:
         accepted = {
             "uninit": (m.InitDevice,),
-            "device_ready": (m.LoadModel, m.GetKVCacheSpec, m.ProfileMemory),
-            "profiled": (m.GetKVCacheSpec, m.UpdateMaxModelLen, m.AllocateKVCache),
+            "device_ready": (m.LoadModel, m.ProfileMemory),
+            "profiled": (m.UpdateMaxModelLen, m.AllocateKVCache),
             "kv_allocated": (m.WarmUp,),
             "warmed_up": (m.StartServing,),
             "serving": (
@@ -90,12 +90,14 @@ class Model:
             ),
             "sleeping": (m.ResumePools, m.ReloadWeights, m.Sleep, m.StopTrace, m.WakeUp),
         }[self.state]
+        if self.state != "uninit":
+            accepted = (*accepted, m.GetKVCacheSpec, m.GetLimits)
         if not isinstance(request, (*accepted, m.GetStatus)):
             return IllegalMessage
         match request:
             case m.LoadModel() if self.loaded:
                 return InvalidRequest
-            case m.GetKVCacheSpec() | m.ProfileMemory() if not self.loaded:
+            case m.GetKVCacheSpec() | m.GetLimits() | m.ProfileMemory() if not self.loaded:
                 return InvalidRequest
             case m.UpdateMaxModelLen(max_model_len=length) if length > 1024:
                 return InvalidRequest

@@ -28,7 +28,7 @@ def configure(socket: zmq.Socket) -> None:  # type: ignore[type-arg]
     socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
     socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-    if socket.socket_type == zmq.ROUTER:
+    if socket.type == zmq.ROUTER:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # A domain makes libzmq refuse peers of the old protocol, which have no handshake.
         socket.setsockopt(zmq.ZAP_DOMAIN, b"gpuworker")

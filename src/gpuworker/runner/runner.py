@@ -100,6 +100,16 @@ class ModelRunner:
         return len(self._table.slot_of)
 
     @property
+    def live_requests(self) -> tuple[str, ...]:
+        """Name the live requests."""
+        return tuple(self._table.slot_of)
+
+    @property
+    def next_step_id(self) -> int:
+        """Return the smallest step id that execute accepts."""
+        return self._last_step_id + 1
+
+    @property
     def max_model_len(self) -> int:
         """Return the longest sequence in tokens."""
         return self._max_model_len

@@ -1,12 +1,24 @@
-"""Layer 3. What every live state accepts: Shutdown. (GetStatus is answered by the actor.)"""
+"""Layer 3. What several states accept in the same way. (GetStatus is answered by the actor.)"""
 
 from __future__ import annotations
 
+import asyncio
+
+from gpuworker.errors import InvalidRequest
 from gpuworker.lifecycle import State, StateTable, Undo
-from gpuworker.messages import Closed, Shutdown
+from gpuworker.messages import (
+    Closed,
+    GetKVCacheSpec,
+    GetLimits,
+    KVCacheSpec,
+    Limits,
+    Shutdown,
+    StopTrace,
+    TraceStopped,
+)
 from gpuworker.runtime import Runtime
 
-__all__ = ["accept_shutdown"]
+__all__ = ["accept_questions", "accept_shutdown", "accept_stop_trace", "require_model"]
 
 
 async def _shut_down(rt: Runtime, request: Shutdown, undo: Undo) -> Closed:
@@ -15,6 +27,41 @@ async def _shut_down(rt: Runtime, request: Shutdown, undo: Undo) -> Closed:
     return Closed()
 
 
+def _get_limits(rt: Runtime, request: GetLimits) -> asyncio.Future[Limits]:
+    require_model(rt)
+    return rt.device.submit(rt.limits)
+
+
+def _get_kv_cache_spec(rt: Runtime, request: GetKVCacheSpec) -> asyncio.Future[KVCacheSpec]:
+    require_model(rt)
+    return rt.device.submit(rt.kv_cache_spec)
+
+
+def _stop_trace(rt: Runtime, request: StopTrace) -> asyncio.Future[TraceStopped]:
+    def stop() -> TraceStopped:
+        path = rt.stop_trace()
+        return TraceStopped(changed=bool(path), path=path)
+
+    return rt.device.submit(stop)
+
+
 def accept_shutdown(table: StateTable[Runtime]) -> None:
     """Let a state move to CLOSED, releasing whatever is held by then."""
     table.moves(Shutdown, to=State.CLOSED)(_shut_down)
+
+
+def accept_questions(table: StateTable[Runtime]) -> None:
+    """Let a state describe its model: GetLimits and GetKVCacheSpec."""
+    table.on(GetLimits)(_get_limits)
+    table.on(GetKVCacheSpec)(_get_kv_cache_spec)
+
+
+def accept_stop_trace(table: StateTable[Runtime]) -> None:
+    """Let a state end a trace."""
+    table.on(StopTrace)(_stop_trace)
+
+
+def require_model(rt: Runtime) -> None:
+    """Raise InvalidRequest unless a model is loaded."""
+    if not rt.has_model():
+        raise InvalidRequest("no model is loaded yet; send load_model first")

@@ -6,23 +6,20 @@ Promises: ProfileMemory is refused until the model is loaded.
 
 from __future__ import annotations
 
-import asyncio
-
 from gpuworker.errors import InvalidRequest
 from gpuworker.lifecycle import State, StateTable, Undo
 from gpuworker.messages import (
-    GetKVCacheSpec,
-    KVCacheSpec,
     LoadModel,
     MemoryProfiled,
     ModelLoaded,
     ProfileMemory,
 )
 from gpuworker.runtime import Runtime
-from gpuworker.states.common import accept_shutdown
+from gpuworker.states.common import accept_questions, accept_shutdown, require_model
 
 table: StateTable[Runtime] = StateTable(State.DEVICE_READY)
 accept_shutdown(table)
+accept_questions(table)
 
 
 @table.moves(LoadModel, to=State.DEVICE_READY)
@@ -34,20 +31,9 @@ async def load_model(rt: Runtime, request: LoadModel, undo: Undo) -> ModelLoaded
     return reply
 
 
-@table.on(GetKVCacheSpec)
-def get_kv_cache_spec(rt: Runtime, request: GetKVCacheSpec) -> asyncio.Future[KVCacheSpec]:
-    _require_model(rt)
-    return rt.device.submit(rt.kv_cache_spec)
-
-
 @table.moves(ProfileMemory, to=State.PROFILED)
 async def profile_memory(rt: Runtime, request: ProfileMemory, undo: Undo) -> MemoryProfiled:
-    _require_model(rt)
+    require_model(rt)
     reply = await rt.device.run(rt.profile_memory)
     undo.push(rt.device.run, rt.forget_profile)
     return reply
-
-
-def _require_model(rt: Runtime) -> None:
-    if not rt.has_model():
-        raise InvalidRequest("no model is loaded yet; send load_model first")

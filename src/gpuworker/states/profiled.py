@@ -6,27 +6,19 @@ Promises: AllocateKVCache with at most max_num_blocks of the profile will fit.
 
 from __future__ import annotations
 
-import asyncio
-
 from gpuworker.lifecycle import State, StateTable, Undo
 from gpuworker.messages import (
     AllocateKVCache,
-    GetKVCacheSpec,
     KVCacheAllocated,
-    KVCacheSpec,
     MaxModelLenUpdated,
     UpdateMaxModelLen,
 )
 from gpuworker.runtime import Runtime
-from gpuworker.states.common import accept_shutdown
+from gpuworker.states.common import accept_questions, accept_shutdown
 
 table: StateTable[Runtime] = StateTable(State.PROFILED)
 accept_shutdown(table)
-
-
-@table.on(GetKVCacheSpec)
-def get_kv_cache_spec(rt: Runtime, request: GetKVCacheSpec) -> asyncio.Future[KVCacheSpec]:
-    return rt.device.submit(rt.kv_cache_spec)
+accept_questions(table)
 
 
 @table.moves(UpdateMaxModelLen, to=State.PROFILED)

@@ -18,17 +18,17 @@ from gpuworker.messages import (
     Sleep,
     StartTrace,
     StepOutput,
-    StopTrace,
     TraceStarted,
-    TraceStopped,
     WeightsReloaded,
 )
 from gpuworker.runtime import Runtime
-from gpuworker.states.common import accept_shutdown
+from gpuworker.states.common import accept_questions, accept_shutdown, accept_stop_trace
 from gpuworker.states.residency import fall_asleep
 
 table: StateTable[Runtime] = StateTable(State.SERVING)
 accept_shutdown(table)
+accept_questions(table)
+accept_stop_trace(table)
 
 
 @table.on(ExecuteModel)
@@ -46,15 +46,6 @@ def execute_dummy_batch(
 @table.on(StartTrace)
 def start_trace(rt: Runtime, request: StartTrace) -> asyncio.Future[TraceStarted]:
     return rt.device.submit(lambda: TraceStarted(changed=rt.start_trace()))
-
-
-@table.on(StopTrace)
-def stop_trace(rt: Runtime, request: StopTrace) -> asyncio.Future[TraceStopped]:
-    def stop() -> TraceStopped:
-        path = rt.stop_trace()
-        return TraceStopped(changed=bool(path), path=path)
-
-    return rt.device.submit(stop)
 
 
 @table.moves(ReloadWeights, to=State.SERVING)

@@ -6,7 +6,6 @@ Promises: no step is computed until everything is resident and the weights are d
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 import anyio.lowlevel
@@ -20,18 +19,18 @@ from gpuworker.messages import (
     ReloadWeights,
     ResumePools,
     Sleep,
-    StopTrace,
     Tag,
-    TraceStopped,
     WakeUp,
     WeightsReloaded,
 )
 from gpuworker.runtime import Runtime
-from gpuworker.states.common import accept_shutdown
+from gpuworker.states.common import accept_questions, accept_shutdown, accept_stop_trace
 from gpuworker.states.residency import fall_asleep
 
 table: StateTable[Runtime] = StateTable(State.SLEEPING)
 accept_shutdown(table)
+accept_questions(table)
+accept_stop_trace(table)
 
 
 @table.moves(ResumePools, to=State.SLEEPING)
@@ -69,15 +68,6 @@ async def wake_up(rt: Runtime, request: WakeUp, undo: Undo) -> Awake:
     started = time.monotonic()
     resumed = await _resume(rt, rt.asleep(), undo)
     return Awake(resumed=resumed, kv_epoch=rt.kv_epoch(), wake_s=time.monotonic() - started)
-
-
-@table.on(StopTrace)
-def stop_trace(rt: Runtime, request: StopTrace) -> asyncio.Future[TraceStopped]:
-    def stop() -> TraceStopped:
-        path = rt.stop_trace()
-        return TraceStopped(changed=bool(path), path=path)
-
-    return rt.device.submit(stop)
 
 
 async def _resume(rt: Runtime, tags: tuple[Tag, ...], undo: Undo) -> tuple[Tag, ...]:

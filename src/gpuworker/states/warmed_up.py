@@ -9,10 +9,11 @@ from __future__ import annotations
 from gpuworker.lifecycle import State, StateTable, Undo
 from gpuworker.messages import ServingStarted, StartServing
 from gpuworker.runtime import Runtime
-from gpuworker.states.common import accept_shutdown
+from gpuworker.states.common import accept_questions, accept_shutdown
 
 table: StateTable[Runtime] = StateTable(State.WARMED_UP)
 accept_shutdown(table)
+accept_questions(table)
 
 
 @table.moves(StartServing, to=State.SERVING)

@@ -1,0 +1,257 @@
+"""Frames: every message survives, every error comes back, and junk is a MalformedMessage."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gpuworker.errors as errors
+from gpuworker import messages as m
+from gpuworker.errors import MalformedMessage, WorkerError
+from gpuworker.ipc.wire import (
+    MAX_BODY_BYTES,
+    Kind,
+    decode_header,
+    decode_reply,
+    decode_request,
+    encode_reply,
+    encode_request,
+    error_of,
+    failure_of,
+)
+from gpuworker.step import Logprobs, NewRequest, Refusal, SamplingParams
+
+COUNT = st.integers(0, 2**31 - 1)
+NUMBER = st.integers(0, 2**63 - 1)
+FLOAT = st.floats(allow_nan=False)
+TEXT = st.text(max_size=20)
+BUFFER = st.binary(max_size=64).map(memoryview)
+SAMPLING = st.builds(
+    SamplingParams,
+    temperature=FLOAT,
+    top_k=st.integers(-1, 100),
+    seed=st.none() | NUMBER,
+    logit_bias=st.dictionaries(COUNT, FLOAT, max_size=3),
+    bad_token_ids=st.lists(st.lists(COUNT, max_size=3).map(tuple), max_size=2).map(tuple),
+)
+NEW = st.builds(
+    NewRequest,
+    request_id=st.text(min_size=1, max_size=128),
+    slot=COUNT,
+    num_prompt_tokens=COUNT,
+    num_output_tokens=COUNT,
+    sampling=SAMPLING,
+)
+LOGPROBS = st.builds(Logprobs, num_columns=COUNT, token_ids=BUFFER, values=BUFFER, ranks=BUFFER)
+REFUSAL = st.builds(Refusal, request_id=TEXT, code=TEXT, message=TEXT)
+TAG = st.sampled_from(["weights", "kv_cache"])
+USE = st.builds(
+    m.MemoryUse,
+    tag=TAG,
+    reserved_bytes=NUMBER,
+    mapped_bytes=NUMBER,
+    resident_bytes=NUMBER,
+    spilled_bytes=NUMBER,
+)
+LAYER = st.builds(
+    m.KVLayerSpec,
+    layer=COUNT,
+    kind=st.sampled_from(["full", "sliding"]),
+    num_kv_heads=COUNT,
+    head_size=COUNT,
+    sliding_window=st.none() | COUNT,
+    block_bytes=NUMBER,
+)
+# By field name, then by type; whatever is missing here fails loudly in _strategy.
+BY_FIELD = {
+    "new_requests": st.lists(NEW, max_size=2).map(tuple),
+    "finished": st.lists(st.text(min_size=1, max_size=128), max_size=2).map(tuple),
+    "logprobs": st.none() | LOGPROBS,
+    "refusals": st.lists(REFUSAL, max_size=2).map(tuple),
+    "memory": st.lists(USE, max_size=2).map(tuple),
+    "layers": st.lists(LAYER, max_size=2).map(tuple),
+    "tags": st.lists(TAG, max_size=2).map(tuple),
+    "resumed": st.lists(TAG, max_size=2).map(tuple),
+    "asleep": st.lists(TAG, max_size=2).map(tuple),
+    "weights": st.sampled_from(["undefined", "defined", "poisoned"]),
+    "health": st.sampled_from(["ok", "stalled", "faulted"]),
+    "level": st.sampled_from([1, 2]),
+    "warnings": st.lists(TEXT, max_size=2).map(tuple),
+    "live_requests": st.lists(TEXT, max_size=2).map(tuple),
+    "accepted": st.lists(TEXT, max_size=2).map(tuple),
+    "eos_token_ids": st.lists(COUNT, max_size=2).map(tuple),
+    "running_step_id": st.none() | NUMBER,
+    "last_step_s": st.none() | FLOAT,
+}
+
+
+def _strategy(cls: type[msgspec.Struct]) -> st.SearchStrategy[msgspec.Struct]:
+    fields = {}
+    for field in msgspec.structs.fields(cls):
+        kind = str(field.type)
+        if field.name in BY_FIELD:
+            fields[field.name] = BY_FIELD[field.name]
+        elif "int" in kind:
+            low = 1 if field.name in ("max_model_len", "num_blocks", "num_tokens") else 0
+            fields[field.name] = st.integers(low, 2**31 - 1)
+        elif "float" in kind:
+            fields[field.name] = FLOAT
+        elif "bool" in kind:
+            fields[field.name] = st.booleans()
+        elif "memoryview" in kind:
+            fields[field.name] = BUFFER
+        else:
+            assert "str" in kind, f"{cls.__name__}.{field.name}: no strategy for {kind}"
+            fields[field.name] = TEXT
+    return st.builds(cls, **fields)
+
+
+@pytest.mark.parametrize("message", m.REQUESTS)
+@given(data=st.data(), corr=NUMBER)
+def test_a_request_survives_the_wire(
+    message: type[m.Request], data: st.DataObject, corr: int
+) -> None:
+    request = data.draw(_strategy(message))
+    frames = encode_request(corr, request)
+    assert decode_header(frames, Kind.REQUEST) == corr
+    assert decode_request(frames[1]) == request
+
+
+@pytest.mark.parametrize("message", m.REQUESTS)
+@given(data=st.data(), corr=NUMBER)
+def test_a_reply_or_a_failure_survives_the_wire(
+    message: type[m.Request], data: st.DataObject, corr: int
+) -> None:
+    for cls in (m.REPLY_OF[message], m.Failure):
+        reply = data.draw(_strategy(cls))
+        frames = encode_reply(corr, reply)
+        assert decode_header(frames, Kind.REPLY) == corr
+        assert decode_reply(message, frames[1]) == reply
+
+
+def test_the_table_lists_every_request_and_tags_never_change() -> None:
+    def leaves(cls: type) -> list[type]:
+        return [x for sub in cls.__subclasses__() for x in (sub, *leaves(sub))]
+
+    assert set(leaves(m.Request)) == set(m.REQUESTS)
+    assert set(m.REPLY_OF.values()) | {m.Failure} == set(leaves(m.Reply))
+    assert [request.__struct_config__.tag for request in m.REQUESTS] == [
+        "init_device",
+        "load_model",
+        "get_kv_cache_spec",
+        "get_limits",
+        "profile_memory",
+        "update_max_model_len",
+        "allocate_kv_cache",
+        "warm_up",
+        "start_serving",
+        "execute_model",
+        "execute_dummy_batch",
+        "sleep",
+        "resume_pools",
+        "wake_up",
+        "reload_weights",
+        "start_trace",
+        "stop_trace",
+        "get_status",
+        "shutdown",
+    ]
+    tags = [cls.__struct_config__.tag for cls in leaves(m.Reply)]
+    assert len(tags) == len(set(tags))
+    assert all(cls.__struct_config__.frozen for cls in (*leaves(m.Request), *leaves(m.Reply)))
+
+
+WORKER_ERRORS = [
+    value
+    for value in vars(errors).values()
+    if isinstance(value, type) and issubclass(value, WorkerError)
+]
+
+
+@pytest.mark.parametrize("cls", WORKER_ERRORS)
+def test_an_error_comes_back_as_the_same_class(cls: type[WorkerError]) -> None:
+    error = cls("what happened", state="serving", accepted=("sleep", "shutdown"))
+    frames = encode_reply(7, failure_of(error))
+    failure = decode_reply(m.Sleep, frames[1])
+    assert isinstance(failure, m.Failure)
+    back = error_of(failure)
+    assert type(back) is cls
+    assert (str(back), back.state, back.accepted) == (str(error), "serving", error.accepted)
+
+
+GOOD = encode_request(1, m.Sleep(level=1))
+HEADERS: list[tuple[list[bytes], str]] = [
+    ([], "0"),
+    ([b"GW\x01\x92\x01\x01"], "1"),
+    ([b""] * 5, "5"),
+    ([b"", b""], "GW"),
+    ([b"GW", b"x"], "GW"),
+    ([b"GET / HTTP/1.1", b""], "GW"),
+    ([b"GW\x09" + GOOD[0][3:], GOOD[1]], "version 9"),
+    ([b"GW\x01", GOOD[1]], "GW"),
+    ([b"GW\x01\xc1", GOOD[1]], "header"),
+    ([b"GW\x01\x91\x01", GOOD[1]], "header"),
+    ([b"GW\x01\x93\x01\x01\x01", GOOD[1]], "header"),
+    ([b"GW\x01" + b"\x91" * 200, GOOD[1]], "header"),
+    ([b"GW\x01" + msgspec.msgpack.encode([1, 2**64 - 1]), GOOD[1]], "header"),
+    ([GOOD[0] + b"\x00" * 300, GOOD[1]], "256"),
+    ([GOOD[0], bytes(MAX_BODY_BYTES + 1)], str(MAX_BODY_BYTES)),
+    (encode_reply(1, m.Closed()), "kind 2"),
+]
+
+
+@pytest.mark.parametrize(("frames", "words"), HEADERS)
+def test_a_frame_that_is_not_ours_is_refused(frames: list[bytes], words: str) -> None:
+    with pytest.raises(MalformedMessage) as refusal:
+        decode_header(frames, Kind.REQUEST)
+    assert words in str(refusal.value)
+
+
+BODIES = [
+    b"",
+    b"\xc1",
+    GOOD[1][:-1],
+    GOOD[1] + b"\x00",
+    msgspec.msgpack.encode([1]),
+    msgspec.msgpack.encode(["no_such_message"]),
+    msgspec.msgpack.encode(["sleep", 1, "extra"]),
+    msgspec.msgpack.encode(["sleep", 3]),
+    msgspec.msgpack.encode(["sleep", True]),
+    msgspec.msgpack.encode(["allocate_kv_cache", 2**64 - 1]),
+    msgspec.msgpack.encode(["allocate_kv_cache", -1]),
+    msgspec.msgpack.encode(["resume_pools", ["weights", "everything"]]),
+    msgspec.msgpack.encode({"type": "sleep"}),
+    b"\x91" * 100_000,
+    b"\x80\x05cos\nsystem\n.",
+    b"\xdd\xff\xff\xff\xff",
+]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=range(len(BODIES)))
+def test_a_body_that_is_no_request_is_refused_with_a_short_reason(body: bytes) -> None:
+    with pytest.raises(MalformedMessage) as refusal:
+        decode_request(body)
+    assert 0 < len(str(refusal.value)) <= 200
+    with pytest.raises(MalformedMessage):
+        decode_reply(m.Sleep, body)
+
+
+@given(data=st.data())
+def test_mutated_bytes_give_a_message_or_a_malformed_message(data: st.DataObject) -> None:
+    frames = [bytearray(frame) for frame in encode_request(3, data.draw(_strategy(m.ExecuteModel)))]
+    for _ in range(data.draw(st.integers(1, 4))):
+        frame = frames[data.draw(st.integers(0, 1))]
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    mutated = [bytes(frame) for frame in frames]
+    try:
+        decode_header(mutated, Kind.REQUEST)
+        assert type(decode_request(mutated[1])) in m.REQUESTS
+    except MalformedMessage:
+        pass
+
+
+def test_a_value_without_a_place_on_the_wire_is_refused_before_sending() -> None:
+    with pytest.raises(MalformedMessage, match="AllocateKVCache cannot be encoded"):
+        encode_request(1, m.AllocateKVCache(num_blocks=2**70))
