@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import secrets
 import stat
 import tempfile
 from pathlib import Path
@@ -40,12 +41,13 @@ def ipc_path(endpoint: str) -> Path | None:
     return Path(rest) if scheme == "ipc" else None
 
 
-def prepare_directory(path: Path) -> None:
-    """Make the directory of a socket file, private to this user, when it is not there.
+def prepare_directory(path: Path) -> bool:
+    """Make the directory of a socket file, private to this user; say whether it was not there.
 
     Raises ConfigError when an existing one belongs to or can be entered by somebody else.
     """
     directory = path.parent
+    created = not directory.is_dir()
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = directory.stat()
     mode = stat.S_IMODE(status.st_mode)
@@ -54,18 +56,19 @@ def prepare_directory(path: Path) -> None:
             f"{directory} has mode {mode:03o} and owner {status.st_uid}; sockets go into a "
             "directory of mode 700 of your own: chmod 700 it, or name another"
         )
+    return created
 
 
 def default_endpoint() -> str:
-    """Return a fresh ipc endpoint in a private directory with a short name."""
-    runtime_dir = os.environ.get("XDG_RUNTIME_DIR")
-    base = runtime_dir if runtime_dir is not None and os.path.isdir(runtime_dir) else None
-    directory = tempfile.mkdtemp(prefix="gpuworker-", dir=base)  # mode 700
-    endpoint = f"ipc://{directory}/worker"
-    if len(os.fsencode(f"{directory}/worker")) > MAX_IPC_PATH_BYTES:
-        os.rmdir(directory)
-        endpoint = f"ipc://{tempfile.mkdtemp(prefix='gpuworker-', dir='/tmp')}/worker"
-    return endpoint
+    """Return an ipc endpoint in a directory of its own, which the server will make and remove.
+
+    Under XDG_RUNTIME_DIR or the temp dir; under /tmp where their names are too long for a socket.
+    """
+    name = f"gpuworker-{secrets.token_hex(6)}/worker"
+    for base in (os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir()):
+        if os.path.isdir(base) and len(os.fsencode(f"{base}/{name}")) <= MAX_IPC_PATH_BYTES:
+            return f"ipc://{base}/{name}"
+    return f"ipc:///tmp/{name}"
 
 
 def _check_ipc(endpoint: str, path: str) -> None:

@@ -8,7 +8,7 @@ import fcntl
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -187,7 +187,7 @@ def _locked(path: Path | None) -> Iterator[None]:
     if path is None:
         yield
         return
-    prepare_directory(path)
+    created = prepare_directory(path)
     lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:
@@ -201,5 +201,8 @@ def _locked(path: Path | None) -> Iterator[None]:
         finally:
             path.unlink(missing_ok=True)
             Path(f"{path}.lock").unlink(missing_ok=True)
+            if created:
+                with suppress(OSError):  # somebody else uses it by now
+                    path.parent.rmdir()
     finally:
         os.close(lock)
