@@ -18,7 +18,13 @@ import msgspec
 
 from gpuworker.config import WorkerConfig
 from gpuworker.device.thread import DeviceThread
-from gpuworker.errors import IllegalMessage, MailboxFull, WorkerClosed, WorkerError
+from gpuworker.errors import (
+    IllegalMessage,
+    MailboxFull,
+    WorkerClosed,
+    WorkerError,
+    WorkerFaulted,
+)
 from gpuworker.lifecycle import Lifecycle, State
 from gpuworker.messages import (
     GetStatus,
@@ -116,6 +122,11 @@ class GPUWorker:
     def state(self) -> State:
         """The current state."""
         return self._lifecycle.state
+
+    @property
+    def fault(self) -> WorkerFaulted | None:
+        """What ended the worker, when it faulted; it stays known after Shutdown."""
+        return self._runtime.progress.fault
 
     async def __aenter__(self) -> Self:
         self._device.start()
@@ -281,6 +292,8 @@ class GPUWorker:
                 self._last_error = ""
         except WorkerError as error:
             error.state = error.state or self._lifecycle.state.value
+            if isinstance(error, WorkerFaulted):
+                self._runtime.progress.fault = error
             self._last_error = f"{error.code}: {error.message}"
             envelope.settle(None, error)
         except Exception as error:

@@ -49,8 +49,8 @@ async def test_the_six_golden_answers_survive_batching_sleep_and_reload(smollm2:
     )
     tokenizer = Tokenizer.from_directory(smollm2)
     async with GPUWorker(config) as worker:
-        info = await bring_up(worker)
-        async with Engine(worker, info) as engine:
+        await bring_up(worker)
+        async with Engine(worker) as engine:
             together = await asyncio.gather(*(_generate(engine, case) for case in GOLDENS))
             for case, token_ids in zip(GOLDENS, together, strict=True):
                 chat = [{"role": "user", "content": case["prompt"]}]

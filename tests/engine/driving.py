@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from engine.fake_device import FakeDevice
-from gpuworker.engine import Delta, GenerationRequest, Scheduler
+from gpuworker.engine import Delta, GenerationRequest, Scheduler, SchedulerLimits
 from gpuworker.errors import WorkerError
 from gpuworker.messages import ExecuteModel
 
@@ -16,7 +16,12 @@ class Run:
 
     def __init__(self, device: FakeDevice, depth: int = 2) -> None:
         self.device = device
-        self.scheduler = Scheduler(device.serving.limits(depth=depth), kv_epoch=device.epoch)
+        limits = device.current_limits()
+        self.scheduler = Scheduler(
+            SchedulerLimits.from_worker(limits, depth=depth),
+            kv_epoch=limits.kv_epoch,
+            first_step_id=limits.next_step_id,
+        )
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, Delta] = {}
         self.flights: deque[ExecuteModel] = deque()

@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from gpuworker import messages as m
-from gpuworker.engine import ServingInfo
 from gpuworker.errors import (
     InvalidRequest,
     StaleKVEpoch,
@@ -86,16 +86,21 @@ class FakeDevice:
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 32,
         depth: int = 2,
+        eos_token_ids: tuple[int, ...] = (),
     ) -> None:
-        self.serving = ServingInfo(
+        self.limits = m.Limits(
             block_size=block_size,
             num_blocks=num_blocks,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            max_num_blocks=num_blocks,
+            max_logprobs=20,
             kv_epoch=0,
+            next_step_id=0,
+            live_requests=(),
             vocab_size=VOCAB_SIZE,
-            eos_token_ids=(0,),
+            eos_token_ids=eos_token_ids,
         )
         self.epoch = 0
         self.num_stale = 0
@@ -107,6 +112,14 @@ class FakeDevice:
         self._last_step_id = -1
         self._num_shadowed = 0  # steps sent before the scheduler could learn of a fault
         self._cache: dict[int, int] = {}
+
+    def current_limits(self) -> m.Limits:
+        return msgspec.structs.replace(
+            self.limits,
+            kv_epoch=self.epoch,
+            next_step_id=self._last_step_id + 1,
+            live_requests=tuple(known.request_id for known in self.slots.values()),
+        )
 
     def new_epoch(self) -> int:
         self.epoch += 1
@@ -137,7 +150,7 @@ class FakeDevice:
         return self._sample(step, tables, runs, refusals)
 
     def _check_limits(self, tables: StepTables) -> None:
-        limits = self.serving
+        limits = self.limits
         slots = tables.slots.tolist()
         require(len(set(slots)) == len(slots), f"two rows for one slot: {slots}")
         require(all(0 <= slot < limits.max_num_seqs for slot in slots), f"slots {slots}")
@@ -167,7 +180,7 @@ class FakeDevice:
             ids = {known.request_id for known in self.slots.values()}
             taken = new.slot in self.slots or new.request_id in ids
             require(not taken or shadowed, f"{new.request_id} binds a slot or id in use")
-            require(0 <= new.slot < self.serving.max_num_seqs, f"slot {new.slot}")
+            require(0 <= new.slot < self.limits.max_num_seqs, f"slot {new.slot}")
             if taken or new.request_id in self.refuse:
                 refusals.append(_refusal(new.request_id, "not this one"))
                 self._num_shadowed = self._depth - 1
@@ -235,16 +248,16 @@ class FakeDevice:
         table = blocks if resumed else known.blocks + blocks
         if len(set(table)) != len(table):
             return f"a block twice in {table}"
-        size = self.serving.block_size
+        size = self.limits.block_size
         if len(table) != -(-(computed + count) // size):
             return f"{len(table)} blocks for {computed + count} tokens"
-        if len(table) * size > self.serving.max_model_len + size - 1:
+        if len(table) * size > self.limits.max_model_len + size - 1:
             return "the block table is too long"
         return ""
 
     def _write(self, runs: list[tuple[_Known, int] | None]) -> None:
         """Compute the rows one position after the other, then check who wrote where."""
-        size = self.serving.block_size
+        size = self.limits.block_size
         writers: dict[int, str] = {}
         for known, computed in filter(None, runs):
             for position in range(computed, known.num_computed):
@@ -260,7 +273,7 @@ class FakeDevice:
                 require(writer == known.request_id, f"block {block} is written while shared")
 
     def _read(self, known: _Known, position: int) -> int:
-        size = self.serving.block_size
+        size = self.limits.block_size
         slot = known.blocks[position // size] * size + position % size
         require(slot in self._cache, f"{known.request_id} reads unwritten cache slot {slot}")
         return self._cache[slot]
@@ -282,7 +295,7 @@ class FakeDevice:
             entries = [self._read(known, position) for position in range(known.num_computed)]
             token = _next_token(entries)
             known.tokens.append(token)
-            require(len(known.tokens) <= self.serving.max_model_len, "longer than max_model_len")
+            require(len(known.tokens) <= self.limits.max_model_len, "longer than max_model_len")
             counts[row] = 1
             tokens.append(token)
             asked.append(known.num_logprobs)

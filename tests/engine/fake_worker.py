@@ -46,6 +46,12 @@ class FakeWorker:
             raise WorkerClosed("the worker is closed")
         if isinstance(request, m.GetStatus):
             return cast("m.ReplyT", self._status())
+        if isinstance(request, m.ExecuteModel):
+            return cast("m.ReplyT", await self.submit(request))
+        if isinstance(request, m.GetLimits):  # no move, but behind the steps all the same
+            if self._steps:
+                await asyncio.wait([self._steps[-1][1]])
+            return cast("m.ReplyT", self.device.current_limits())
         self.num_moves_met_steps += bool(self._steps)
         if self._steps:
             await asyncio.wait([self._steps[-1][1]])

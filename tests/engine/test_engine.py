@@ -38,7 +38,7 @@ def worker() -> FakeWorker:
 @pytest.fixture
 async def engine(worker: FakeWorker) -> AsyncIterator[Engine]:
     # Not entered here: a fixture may be torn down by another task.
-    return Engine(worker, worker.device.serving)
+    return Engine(worker)
 
 
 async def _generate(engine: Engine, prompt: tuple[int, ...], max_tokens: int = 8) -> list[int]:
@@ -73,7 +73,7 @@ async def test_two_steps_are_in_flight(worker: FakeWorker, engine: Engine) -> No
 
 
 async def test_depth_one_sends_a_step_only_after_the_reply(worker: FakeWorker) -> None:
-    async with Engine(worker, worker.device.serving, depth=1) as engine:
+    async with Engine(worker, depth=1) as engine:
         assert await _generate(engine, PROMPT) == reference_tokens(PROMPT, 8)
     assert worker.max_in_flight == 1
 
@@ -108,6 +108,27 @@ async def test_the_last_delta_tells_why_it_is_the_last(engine: Engine) -> None:
     assert deltas[-1].token_ids[-1] == stop
     assert all(delta.finish_reason is None for delta in deltas[:-1])
     assert all(len(delta.logprobs) == len(delta.token_ids) for delta in deltas)
+
+
+async def test_a_generation_ends_at_the_eos_of_the_model_unless_told_otherwise() -> None:
+    reference = reference_tokens(PROMPT, 30)
+    eos, other = reference[6], reference[2]
+    assert reference.index(eos) == 6
+    async with Engine(FakeWorker(FakeDevice(eos_token_ids=(eos,)))) as engine:
+
+        async def generate(stop_token_ids: tuple[int, ...] | None) -> list[int]:
+            return [
+                token
+                async for delta in engine.generate(
+                    PROMPT, max_tokens=30, stop_token_ids=stop_token_ids
+                )
+                for token in delta.token_ids
+            ]
+
+        assert await _generate(engine, PROMPT, max_tokens=30) == reference[:7]
+        assert await generate(None) == reference[:7]
+        assert await generate(()) == reference
+        assert await generate((other,)) == reference[:3]
 
 
 async def test_closing_a_generation_aborts_its_request(worker: FakeWorker, engine: Engine) -> None:
@@ -333,7 +354,7 @@ async def test_a_bug_in_the_worker_is_not_swallowed(worker: FakeWorker, engine: 
 
 async def test_engines_may_follow_each_other_on_one_worker(worker: FakeWorker) -> None:
     for _ in range(3):
-        async with Engine(worker, worker.device.serving) as engine:
+        async with Engine(worker) as engine:
             assert await _generate(engine, PROMPT) == reference_tokens(PROMPT, 8)
 
 
@@ -349,7 +370,8 @@ async def test_nothing_in_the_engine_shuts_the_worker_down(
 async def test_the_engine_runs_on_the_actor_and_through_its_sleep() -> None:
     config = WorkerConfig(model=ModelConfig(model="fake"), limits=LimitsConfig(max_num_seqs=2))
     async with fake_worker(config) as worker:
-        async with Engine(worker, await bring_up(worker)) as engine:
+        await bring_up(worker)
+        async with Engine(worker) as engine:
             generation = await _first(engine)
             await engine.sleep()
             assert worker.state is State.SLEEPING

@@ -6,6 +6,7 @@ import asyncio
 import random
 from pathlib import Path
 
+import anyio
 import pytest
 
 from gpuworker.actor import GPUWorker
@@ -14,11 +15,21 @@ from gpuworker.config import CacheConfig, DeviceConfig, LimitsConfig, ModelConfi
 from gpuworker.engine import Engine, bring_up
 from gpuworker.ipc.client import connect
 from gpuworker.ipc.server import serve
-from gpuworker.messages import GetStatus, ResumePools, Shutdown
+from gpuworker.lifecycle import State
+from gpuworker.messages import (
+    GetStatus,
+    InitDevice,
+    LoadModel,
+    Reply,
+    Request,
+    ResumePools,
+    Shutdown,
+    Sleep,
+)
 from gpuworker.step import SamplingParams
+from gpuworker.testing import walk_to
 
 GREEDY = SamplingParams(temperature=0.0)
-LIMITS = LimitsConfig(max_num_seqs=6, max_num_batched_tokens=24)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +38,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> WorkerConfig:
         model=ModelConfig(model=str(make_tiny_model(tmp_path_factory.mktemp("tiny")))),
         device=DeviceConfig(num_threads=1),
         cache=CacheConfig(block_size=4, kv_cache_memory_bytes=8 << 20),
-        limits=LIMITS,
+        limits=LimitsConfig(max_num_seqs=6, max_num_batched_tokens=24),
     )
 
 
@@ -44,7 +55,7 @@ def prompts() -> list[tuple[int, ...]]:
 
 async def _generate(engine: Engine, prompt: tuple[int, ...], first: asyncio.Event) -> list[int]:
     tokens: list[int] = []
-    async for delta in engine.generate(prompt, sampling=GREEDY, max_tokens=20):
+    async for delta in engine.generate(prompt, sampling=GREEDY, max_tokens=20, stop_token_ids=()):
         tokens += delta.token_ids
         first.set()
     return tokens
@@ -52,8 +63,8 @@ async def _generate(engine: Engine, prompt: tuple[int, ...], first: asyncio.Even
 
 async def _alone(config: WorkerConfig, prompts: list[tuple[int, ...]]) -> list[list[int]]:
     async with GPUWorker(config) as worker:
-        serving = await bring_up(worker, limits=LIMITS)
-        async with Engine(worker, serving) as engine:
+        await bring_up(worker)
+        async with Engine(worker) as engine:
             return [await _generate(engine, prompt, asyncio.Event()) for prompt in prompts]
 
 
@@ -62,7 +73,8 @@ async def test_a_batch_in_a_tiny_pool_generates_what_lone_runs_do(
 ) -> None:
     expected = await _alone(config, prompts)
     async with GPUWorker(config) as worker:
-        async with Engine(worker, await bring_up(worker, num_blocks=26)) as engine:
+        await bring_up(worker, num_blocks=26)
+        async with Engine(worker) as engine:
             results = await asyncio.gather(
                 *(_generate(engine, prompt, asyncio.Event()) for prompt in prompts)
             )
@@ -78,8 +90,8 @@ async def test_both_levels_of_sleep_in_the_middle_change_no_token(
 ) -> None:
     expected = await _alone(config, prompts)
     async with GPUWorker(config) as worker:
-        serving = await bring_up(worker, limits=LIMITS)
-        async with Engine(worker, serving) as engine, asyncio.TaskGroup() as tasks:
+        await bring_up(worker)
+        async with Engine(worker) as engine, asyncio.TaskGroup() as tasks:
             begun = [asyncio.Event() for _ in prompts]
             results = [
                 tasks.create_task(_generate(engine, prompt, first))
@@ -105,8 +117,8 @@ async def test_over_a_socket_everything_is_as_in_the_same_process(
         endpoint = f"ipc://{tmp_path}/private/worker"
         tasks.create_task(serve(worker, endpoint))
         async with connect(endpoint) as remote:
-            serving = await bring_up(remote, limits=LIMITS)
-            async with Engine(remote, serving) as engine:
+            await bring_up(remote)
+            async with Engine(remote) as engine:
                 begun = [asyncio.Event() for _ in expected]
                 results = [
                     asyncio.create_task(_generate(engine, prompt, first))
@@ -117,3 +129,64 @@ async def test_over_a_socket_everything_is_as_in_the_same_process(
                 await engine.wake_up()
                 assert await asyncio.gather(*results) == expected
             await remote.ask(Shutdown())
+
+
+@pytest.mark.parametrize(
+    ("state", "more"),
+    [
+        (State.UNINIT, ()),
+        (State.UNINIT, (InitDevice(), LoadModel())),
+        (State.DEVICE_READY, ()),
+        (State.PROFILED, ()),
+        (State.KV_ALLOCATED, ()),
+        (State.WARMED_UP, ()),
+        (State.SERVING, ()),
+        (State.SERVING, (Sleep(level=1),)),
+        (State.SERVING, (Sleep(level=2),)),
+        (State.SERVING, (Sleep(level=2), ResumePools(tags=("weights",)))),
+    ],
+)
+async def test_a_worker_found_in_any_state_is_brought_up_and_generates(
+    config: WorkerConfig,
+    prompts: list[tuple[int, ...]],
+    state: State,
+    more: tuple[Request[Reply], ...],
+) -> None:
+    (expected,) = await _alone(config, prompts[:1])
+    async with GPUWorker(config) as worker:
+        await walk_to(worker, state)
+        for request in more:
+            await worker.ask(request)
+        await bring_up(worker)
+        async with Engine(worker) as engine:
+            assert await _generate(engine, prompts[0], asyncio.Event()) == expected
+
+
+async def test_an_engine_takes_over_from_one_that_died_and_the_worker_slept_and_lost_its_weights(
+    config: WorkerConfig, prompts: list[tuple[int, ...]]
+) -> None:
+    expected = await _alone(config, prompts[:8])
+    async with GPUWorker(config) as worker:
+        await bring_up(worker, num_blocks=40)
+        for level in (None, 1, 2):
+            with anyio.CancelScope() as scope:
+                async with Engine(worker) as abandoned:
+                    generations = [
+                        abandoned.generate(prompt, max_tokens=100, stop_token_ids=())
+                        for prompt in prompts[:6]
+                    ]
+                    for generation in generations:
+                        await anext(generation)
+                    scope.cancel()
+                    await anyio.sleep_forever()
+            assert (await worker.ask(GetStatus())).num_requests == 6
+            if level is not None:
+                await worker.ask(Sleep(level=level))
+            await bring_up(worker)
+            async with Engine(worker) as engine:
+                assert (await worker.ask(GetStatus())).num_requests == 0
+                results = await asyncio.gather(
+                    *(_generate(engine, prompt, asyncio.Event()) for prompt in prompts[:8])
+                )
+            assert results == expected
+        assert (await worker.ask(GetStatus())).num_requests == 0

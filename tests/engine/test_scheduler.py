@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from engine.driving import Run
@@ -222,3 +223,17 @@ def test_limits_that_cannot_work_are_refused() -> None:
         SchedulerLimits(**good, depth=0)
     with pytest.raises(InvalidRequest, match="every request needs a token"):
         SchedulerLimits(**(good | {"max_num_batched_tokens": 7}))
+
+
+def test_the_limits_of_a_worker_need_its_block_pool() -> None:
+    limits = FakeDevice(num_blocks=9).current_limits()
+    assert SchedulerLimits.from_worker(limits, depth=3) == SchedulerLimits(
+        block_size=4,
+        num_blocks=9,
+        max_model_len=64,
+        max_num_seqs=8,
+        max_num_batched_tokens=32,
+        depth=3,
+    )
+    with pytest.raises(InvalidRequest, match="num_blocks is 0"):
+        SchedulerLimits.from_worker(msgspec.structs.replace(limits, num_blocks=0))

@@ -56,7 +56,7 @@ def test_whatever_happens_the_tokens_are_those_of_a_lone_run(data: st.DataObject
 
     run.until_idle(disturb)
     for name, (prompt, max_tokens) in prompts.items():
-        count = min(max_tokens, device.serving.max_model_len - len(prompt))
+        count = min(max_tokens, device.limits.max_model_len - len(prompt))
         expected = reference_tokens(prompt, count)
         reason = run.reason(name)
         if reason == "length":

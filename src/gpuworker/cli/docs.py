@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from gpuworker.cli.options import Subparsers, add_verb
 from gpuworker.ipc.schema import json_schema, message_reference
 from gpuworker.lifecycle import State, legality_table, mermaid
 from gpuworker.states import TABLES
@@ -49,12 +50,14 @@ def generated_pages() -> dict[str, str]:
     }
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     """Add the verb."""
-    parser = subparsers.add_parser(
+    parser = add_verb(
+        subparsers,
         "docs",
         help="write the pages that derive from the tables",
         description="Write lifecycle.md, messages.md and messages.schema.json into a directory.",
+        examples="  gpuworker docs docs\n  gpuworker docs --check docs",
     )
     parser.add_argument("directory", type=Path, help="where the pages live, for example docs")
     parser.add_argument(

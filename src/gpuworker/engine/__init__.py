@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gpuworker.engine.bring_up import BringUpStep, ServingInfo, bring_up
+from gpuworker.engine.bring_up import BringUpStep, bring_up
 from gpuworker.engine.engine import Engine, GenerationDelta
 from gpuworker.engine.limits import SchedulerLimits, SchedulerStatistics
 from gpuworker.engine.requests import Delta, FinishReason, GenerationRequest, TokenLogprobs
@@ -28,7 +28,6 @@ __all__ = [
     "Scheduler",
     "SchedulerLimits",
     "SchedulerStatistics",
-    "ServingInfo",
     "StreamDecoder",
     "TokenLogprobs",
     "Tokenizer",

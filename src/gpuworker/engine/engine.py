@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
@@ -17,8 +16,7 @@ import anyio.abc
 import anyio.lowlevel
 import msgspec
 
-from gpuworker.engine.bring_up import ServingInfo
-from gpuworker.engine.limits import SchedulerStatistics
+from gpuworker.engine.limits import SchedulerLimits, SchedulerStatistics
 from gpuworker.engine.requests import (
     Delta,
     FinishReason,
@@ -27,6 +25,7 @@ from gpuworker.engine.requests import (
     own_copy,
 )
 from gpuworker.engine.scheduler import Scheduler
+from gpuworker.engine.takeover import end_live_requests, serving_limits
 from gpuworker.engine.worker import WorkerLike
 from gpuworker.errors import (
     ClientError,
@@ -42,6 +41,7 @@ from gpuworker.messages import (
     Awake,
     ExecuteModel,
     GetStatus,
+    Limits,
     ReloadWeights,
     Sleep,
     StepOutput,
@@ -77,25 +77,35 @@ class _Phase(Enum):
 class Engine:
     """Generates tokens; one driver task keeps `depth` steps in flight on one worker.
 
-    Use it as an async context manager. It opens an anyio task group, so the task that enters
-    must be the one that leaves, and generators of generate should be closed inside. Leaving
-    aborts what still runs and waits until the worker was told. The worker stays as it is.
+    Use it as an async context manager on a worker that serves (bring_up leads it there).
+    Entering asks the worker for its limits and ends the requests it finds there: they belong
+    to a scheduler that is gone, since a worker has one at a time. Entering raises
+    IllegalMessage when the worker does not serve, InvalidRequest for a depth below 1, and what
+    the worker answers; it may be tried again.
+
+    It opens an anyio task group, so the task that enters must be the one that leaves, and
+    generators of generate should be closed inside. Leaving aborts what still runs and waits
+    until the worker was told. The worker stays as it is.
 
     A worker error ends the generations it concerns: StepFailed those of the step, a refusal
     its own, any other all of them. After WorkerFaulted, WorkerClosed or a ClientError the
     engine is of no more use and every generate raises that error. A stale KV epoch ends
     nothing: the epoch is read again and everything is computed again.
+
+    Steps that were in flight behind one that did not run were put together on the assumption
+    that it had. The worker refuses their rows that build on it, and those refusals end
+    nobody. The tokens of the other rows are delivered, because the worker keeps them too, but
+    no block of these steps enters the prefix cache. No step is sent until all of them are
+    back; then every request that is left is computed again into an empty block pool, from the
+    tokens and slots that are known to have reached the worker.
     """
 
-    def __init__(self, worker: WorkerLike, serving: ServingInfo, *, depth: int = 2) -> None:
-        self.serving = serving
+    def __init__(self, worker: WorkerLike, *, depth: int = 2) -> None:
+        """Prepare an engine with up to depth steps in flight; nothing is sent yet."""
         self._worker = worker
-        # Step ids must rise on a worker, also from one engine to the next; no engine does
-        # more than a step a microsecond.
-        first_step_id = time.time_ns() // 1000
-        self._scheduler = Scheduler(
-            serving.limits(depth=depth), kv_epoch=serving.kv_epoch, first_step_id=first_step_id
-        )
+        self._depth = depth
+        self._limits: Limits  # these two from __aenter__ on
+        self._scheduler: Scheduler
         self._inboxes: dict[str, asyncio.Queue[Delta]] = {}
         self._flights: deque[tuple[ExecuteModel, asyncio.Future[StepOutput]]] = deque()
         self._wake = asyncio.Event()
@@ -113,6 +123,14 @@ class Engine:
     async def __aenter__(self) -> Self:
         if self._phase is not _Phase.NEW:
             raise IllegalMessage(f"the engine is {self._phase.value}; build another one")
+        limits = await serving_limits(self._worker)
+        scheduler_limits = SchedulerLimits.from_worker(limits, depth=self._depth)
+        self._limits = await end_live_requests(self._worker, limits)
+        self._scheduler = Scheduler(
+            scheduler_limits,
+            kv_epoch=self._limits.kv_epoch,
+            first_step_id=self._limits.next_step_id,
+        )
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
         self._phase = _Phase.OPEN
@@ -141,17 +159,29 @@ class Engine:
                 suppressed = await self._tasks.__aexit__(exc_type, exc_value, traceback)
         return suppressed
 
+    @property
+    def limits(self) -> Limits:
+        """What the worker can take, as it said when the engine was entered.
+
+        Raises WorkerClosed before that.
+        """
+        self._check_entered()
+        return self._limits
+
     async def generate(
         self,
         prompt_token_ids: Sequence[int],
         *,
         sampling: SamplingParams | None = None,
         max_tokens: int = 16,
-        stop_token_ids: Iterable[int] = (),
+        stop_token_ids: Iterable[int] | None = None,
         request_id: str | None = None,
         cache_salt: str = "",
     ) -> AsyncGenerator[GenerationDelta, None]:
         """Yield tokens as they come; the last delta carries the finish reason.
+
+        stop_token_ids: the first of these ends the generation and is part of it. None means
+            the model's own, limits.eos_token_ids; () means none.
 
         The request begins with the first iteration. Closing the generator or cancelling its
         consumer aborts it. Raises InvalidRequest for what can never be computed, the typed
@@ -163,6 +193,8 @@ class Engine:
             raise WorkerClosed(f"the engine is {self._phase.value}; generate inside its context")
         self._num_generations += 1
         name = f"{self._name}-{self._num_generations}" if request_id is None else request_id
+        if stop_token_ids is None:
+            stop_token_ids = self._limits.eos_token_ids
         self._scheduler.add(
             GenerationRequest(
                 request_id=name,
@@ -200,6 +232,7 @@ class Engine:
         For whatever must not meet a step: sleep, wake, reload. Leaving takes over the worker's
         KV epoch. May be nested.
         """
+        self._check_entered()
         pause = object()
         self._pauses.add(pause)
         try:
@@ -233,8 +266,13 @@ class Engine:
             return await self._worker.ask(ReloadWeights())
 
     def statistics(self) -> SchedulerStatistics:
-        """Return the scheduler's counters."""
+        """Return the scheduler's counters; raises WorkerClosed before the engine is entered."""
+        self._check_entered()
         return self._scheduler.statistics()
+
+    def _check_entered(self) -> None:
+        if self._phase is _Phase.NEW:
+            raise WorkerClosed("the engine is new; enter its context first")
 
     # -- the driver --------------------------------------------------------------------------
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 import msgspec
 
 from gpuworker.errors import InvalidRequest
+from gpuworker.messages import Limits
 
 __all__ = ["SchedulerLimits", "SchedulerStatistics"]
 
@@ -31,6 +34,18 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
                 f"limits.max_num_batched_tokens {self.max_num_batched_tokens} is below "
                 f"limits.max_num_seqs {self.max_num_seqs}; every request needs a token"
             )
+
+    @classmethod
+    def from_worker(cls, limits: Limits, *, depth: int = 2) -> Self:
+        """Take the numbers from a worker's reply; its block pool must exist."""
+        return cls(
+            block_size=limits.block_size,
+            num_blocks=limits.num_blocks,
+            max_model_len=limits.max_model_len,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            depth=depth,
+        )
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold that many tokens."""

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from gpuworker.launch.guard import die_with_parent
-from gpuworker.launch.process import WorkerProcess
+from gpuworker.launch.process import ReadyLine, WorkerProcess
 
-__all__ = ["WorkerProcess", "die_with_parent"]
+__all__ = ["ReadyLine", "WorkerProcess", "die_with_parent"]
