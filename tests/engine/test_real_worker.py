@@ -167,7 +167,7 @@ async def test_an_engine_takes_over_from_one_that_died_and_the_worker_slept_and_
 ) -> None:
     expected = await _alone(config, prompts[:8])
     async with GPUWorker(config) as worker:
-        await bring_up(worker, num_blocks=40)
+        await bring_up(worker)
         for level in (None, 1, 2):
             with anyio.CancelScope() as scope:
                 async with Engine(worker) as abandoned:
