@@ -60,7 +60,7 @@ def test_toml_and_json_files_give_the_same_configuration(tmp_path: Path) -> None
     [
         ("w.toml", "model = 3", "Expected `object`, got `int` - at `$.model`"),
         ("w.toml", "[model", "w.toml"),
-        ("w.json", '{"model": {"model": "m"}, "modle": 1}', "modle"),
+        ("w.json", '{"model": {"model": "m"}, "nonsense": 1}', "nonsense"),
         ("w.json", '{"model": {"model": "m", "dtype": "half"}}', "half"),
         ("w.json", "{}", "missing required field `model`"),
     ],

@@ -1,4 +1,4 @@
-"""Requests over their life: chunks, neighbours, preemption, re-used ids and slots."""
+"""Requests over their life: chunks, neighbours, preemption, reused ids and slots."""
 
 from __future__ import annotations
 

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import msgspec
+from rich.console import Group
 from rich.live import Live
+from rich.spinner import Spinner
 from rich.table import Table
 
 from gpuworker.cli.generate import Answer
@@ -123,8 +125,10 @@ class Show:
         if self._quiet:
             yield add
         elif stdout.is_terminal:
-            with Live(table, console=stdout, refresh_per_second=8):
+            rows = Group(table, Spinner("dots", "leading the worker to serving"))
+            with Live(rows, console=stdout, refresh_per_second=8) as live:
                 yield add
+                live.update(table)
         else:
             yield add
             stdout.print(table)
