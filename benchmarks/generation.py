@@ -1,8 +1,10 @@
 """Decode on a CPU: the engine, transformers' generate, and the matmuls alone, in one run.
 
-All three use the same weights, type, batch and number of threads. The floor multiplies what a
-decode step multiplies (the merged projections of every layer and the head) and nothing else. Its
-ratio says how much of a step is not matmul.
+All three use the same weights, type, batch, number of threads, and the same thread: OpenMP keeps a
+pool per thread that computes, and with more pool threads than cores its workers sleep between
+operations instead of spinning, which costs everybody a third. The floor multiplies what a decode
+step multiplies (the merged projections of every layer and the head) and nothing else. Its ratio
+says how much of a step is not matmul.
 """
 
 from __future__ import annotations
@@ -75,6 +77,13 @@ async def _ours(engine: Engine, prompts: list[list[int]], new_tokens: int) -> tu
     all_begun = max(times[0] for times in arrivals)
     later = [moment for times in arrivals for moment in times if moment > all_begun]
     return all_begun - started, len(later) / (max(later) - all_begun)
+
+
+def _load_peer(directory: Path, dtype: torch.dtype) -> Any:
+    peer: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, attn_implementation="sdpa"
+    )
+    return peer.eval()
 
 
 def _theirs(model: Any, prompts: list[list[int]], new_tokens: int) -> tuple[float, float]:
@@ -165,10 +174,7 @@ async def _measure(
     async with GPUWorker(config) as worker:
         await bring_up(worker)
         steps = _Steps(worker)
-        peer: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            directory, dtype=_DTYPES[dtype], attn_implementation="sdpa"
-        )
-        peer.eval()
+        peer = await worker._device.run(_load_peer, directory, _DTYPES[dtype])
         async with Engine(steps) as engine:
             for batch in batches:
                 floor_step = _floor(worker, batch)
@@ -178,13 +184,17 @@ async def _measure(
                 step_s: list[float] = []
                 for turn in range(num_rounds + 1):
                     prompts = _prompts(batch, engine.limits.vocab_size, turn)
-                    floor = median(floor_step() for _ in range(12))
+                    floor = await worker._device.run(
+                        lambda: median(floor_step() for _ in range(12))  # noqa: B023
+                    )
                     steps.seconds.clear()
                     first, rate = await _ours(engine, prompts, new_tokens)
                     if turn == 0:
                         continue  # everybody's first time
                     step_s.append(median(steps.seconds[-new_tokens // 2 :]))
-                    their_first, their_rate = _theirs(peer, prompts, new_tokens)
+                    their_first, their_rate = await worker._device.run(
+                        _theirs, peer, prompts, new_tokens
+                    )
                     for name, value in zip(rates, (batch / floor, rate, their_rate), strict=True):
                         rates[name].append(value)
                     prefill["gpuworker"].append(first)
