@@ -232,7 +232,7 @@ class GPUWorker:
     ) -> asyncio.Future[Any]:
         try:
             reply = start(self._runtime, request)
-        except WorkerError as error:
+        except Exception as error:  # refused, or a fault of our own: its sender learns of it
             reply = asyncio.get_running_loop().create_future()
             reply.set_exception(error)
         self._num_in_flight += 1

@@ -28,12 +28,14 @@ from gpuworker.errors import (
     ConnectionLost,
     IllegalMessage,
     MailboxFull,
+    MalformedMessage,
     RequestTimeout,
     StaleKVEpoch,
+    WorkerError,
 )
 from gpuworker.ipc import BlockingClient, Server, connect, default_endpoint
 from gpuworker.ipc.endpoint import MAX_IPC_PATH_BYTES
-from gpuworker.ipc.wire import encode_request
+from gpuworker.ipc.wire import MAX_BODY_BYTES, encode_request
 from gpuworker.lifecycle import State
 from gpuworker.step import StepRow, pack_step
 from gpuworker.testing import FakeRuntime, empty_step, fake_worker, walk_to
@@ -420,3 +422,68 @@ async def test_a_request_with_buffers_arrives_as_it_was_sent() -> None:
         )
         await remote.ask(step)
         assert seen == [bytes(step.buffer)]
+
+
+async def test_what_is_too_large_for_the_wire_is_refused_and_the_connection_lives() -> None:
+    async with (
+        fake_worker() as worker,
+        served(worker) as (_, endpoint),
+        connect(endpoint) as remote,
+    ):
+        await walk_to(worker, State.SERVING)
+        num_rows = (MAX_BODY_BYTES // 4) // 5 + 10
+        buffer = np.zeros(5 * num_rows, np.int32)
+        step = m.ExecuteModel(
+            step_id=1, kv_epoch=0, num_rows=num_rows, buffer=buffer.data.cast("B")
+        )
+        with pytest.raises(MalformedMessage, match=f"the limit is {MAX_BODY_BYTES}"):
+            await remote.ask(step)
+        runtime = worker._runtime
+        assert isinstance(runtime, FakeRuntime)
+        original = runtime.execute_model
+
+        def too_much(step: m.ExecuteModel) -> m.StepOutput:
+            return msgspec.structs.replace(
+                original(step), buffer=memoryview(bytes(MAX_BODY_BYTES + 1))
+            )
+
+        runtime.execute_model = too_much  # type: ignore[method-assign]
+        with pytest.raises(MalformedMessage, match="StepOutput has"):
+            await remote.ask(empty_step(2))
+        runtime.execute_model = original  # type: ignore[method-assign]
+        assert (await remote.ask(empty_step(3))).step_id == 3
+
+
+async def test_a_bug_in_a_handler_is_answered_and_does_not_end_the_server() -> None:
+    async with (
+        fake_worker() as worker,
+        served(worker) as (_, endpoint),
+        connect(endpoint) as remote,
+    ):
+        await walk_to(worker, State.SERVING)
+        runtime = worker._runtime
+        assert isinstance(runtime, FakeRuntime)
+
+        def bug(step: m.ExecuteModel) -> None:
+            raise ZeroDivisionError("a bug")
+
+        runtime.before_step = bug
+        with pytest.raises(WorkerError, match="ZeroDivisionError: a bug"):
+            await remote.ask(empty_step(1))
+        runtime.before_step = None
+        assert (await remote.ask(empty_step(2))).step_id == 2
+
+
+async def test_the_blocking_client_refuses_to_send_to_nobody() -> None:
+    async with fake_worker() as worker:
+        async with served(worker) as (_, endpoint):
+            client = await asyncio.to_thread(BlockingClient, endpoint)
+            await asyncio.to_thread(client.ask, m.GetStatus(), timeout_s=20)
+
+        def ask_on() -> None:
+            for _ in range(1000):  # the news of the end may take a moment
+                client.ask(m.GetStatus(), timeout_s=20)
+
+        with pytest.raises(ConnectionLost):
+            await asyncio.to_thread(ask_on)
+        client.close()

@@ -73,7 +73,9 @@ async def _serve(config: WorkerConfig, endpoint: str | None, *, as_json: bool) -
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait([server, stopped], return_when=asyncio.FIRST_COMPLETED)
         if stopped.done():
-            print("stopping: the steps ahead finish first", file=sys.stderr)
+            print("stopping: the steps ahead finish first; again to stop at once", file=sys.stderr)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
             await worker.ask(Shutdown())
             server.cancel()
             await asyncio.wait([server])

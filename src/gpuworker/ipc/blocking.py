@@ -70,9 +70,10 @@ class BlockingClient:
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
         self._socket.connect(endpoint)
-        if not self._monitor.poll(round(connect_timeout_s * 1000)) or not is_ready(
-            self._monitor.recv_multipart()
-        ):
+        self._connected = False
+        if self._monitor.poll(round(connect_timeout_s * 1000)):
+            self._notice()
+        if not self._connected:
             self.close()
             raise ConnectionLost(
                 f"no worker answers at {endpoint} within {connect_timeout_s:g} s; is one running? "
@@ -84,7 +85,13 @@ class BlockingClient:
         return self.submit(request).result(timeout_s)
 
     def submit(self, request: Request[ReplyT]) -> PendingReply[ReplyT]:
-        """Send a request at once, in order."""
+        """Send a request at once, in order.
+
+        Raises ConnectionLost while no worker is connected; nothing was sent then.
+        """
+        self._notice()
+        if not self._connected:
+            raise ConnectionLost(f"no worker is connected at {self._endpoint}; nothing was sent")
         corr = next(self._corr)
         frames = encode_request(corr, request)
         pending: PendingReply[ReplyT] = PendingReply(self, corr, type(request))
@@ -125,7 +132,17 @@ class BlockingClient:
                 )
             if self._socket in events:
                 self._take(self._socket.recv_multipart())
-            elif is_lost(self._monitor.recv_multipart()):
+            else:
+                self._notice()
+
+    def _notice(self) -> None:
+        """Take in what the monitor has to say about the connection."""
+        while self._monitor.poll(0):
+            frames = self._monitor.recv_multipart()
+            if is_ready(frames):
+                self._connected = True
+            elif is_lost(frames):
+                self._connected = False
                 self._lose()
 
     def _take(self, frames: list[bytes]) -> None:

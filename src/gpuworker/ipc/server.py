@@ -96,15 +96,21 @@ class Server:
                 socket.bind(self._endpoint)
             except zmq.ZMQError as error:
                 raise ConfigError(f"cannot bind {self._endpoint}: {error.strerror}") from error
-            reader = asyncio.create_task(self._read(socket), name="gpuworker reader")
+            tasks = [
+                asyncio.create_task(self._read(socket), name="gpuworker reader"),
+                asyncio.create_task(self._send(socket), name="gpuworker sender"),
+            ]
             try:
                 if on_ready is not None:
                     on_ready(bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0"))
-                await self._send(socket)
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                reader.cancel()
-                await asyncio.wait([reader])
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
                 socket.close()
+            for task in done:
+                task.result()  # a fault of ours must not look like an orderly end
 
     async def _read(self, socket: zmq.asyncio.Socket) -> None:
         while True:
@@ -131,7 +137,11 @@ class Server:
         while True:
             peer, corr, done = await self._outbox.get()
             reply = _reply(done)
-            if await self._deliver(socket, [peer, *encode_reply(corr, reply)]):
+            try:
+                frames = encode_reply(corr, reply)
+            except MalformedMessage as error:
+                frames = encode_reply(corr, failure_of(error))
+            if await self._deliver(socket, [peer, *frames]):
                 self._num_replies += 1
             else:
                 self._num_undeliverable += 1

@@ -65,16 +65,26 @@ _reply_decoders: dict[type[Request[Any]], msgspec.msgpack.Decoder[Reply]] = {
 
 
 def encode_request(corr: int, request: Request[Any]) -> list[bytes]:
-    """Encode a request; raises MalformedMessage when a value has no place on the wire."""
-    try:
-        return [_header(Kind.REQUEST, corr), _encoder.encode(request)]
-    except (TypeError, ValueError, OverflowError) as error:
-        raise MalformedMessage(f"{type(request).__name__} cannot be encoded: {error}") from error
+    """Encode a request; raises MalformedMessage when it has no place on the wire."""
+    return _encode(Kind.REQUEST, corr, request)
 
 
 def encode_reply(corr: int, reply: Reply) -> list[bytes]:
-    """Encode a reply."""
-    return [_header(Kind.REPLY, corr), _encoder.encode(reply)]
+    """Encode a reply; raises MalformedMessage when it is larger than the wire takes."""
+    return _encode(Kind.REPLY, corr, reply)
+
+
+def _encode(kind: Kind, corr: int, message: msgspec.Struct) -> list[bytes]:
+    try:
+        body = _encoder.encode(message)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise MalformedMessage(f"{type(message).__name__} cannot be encoded: {error}") from error
+    if len(body) > MAX_BODY_BYTES:
+        raise MalformedMessage(
+            f"{type(message).__name__} has {len(body)} bytes, the limit is {MAX_BODY_BYTES}; send "
+            "less at a time"
+        )
+    return [_header(kind, corr), body]
 
 
 def decode_header(frames: Frames, kind: Kind) -> int:
