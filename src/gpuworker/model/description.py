@@ -96,6 +96,12 @@ def describe(config: Mapping[str, object]) -> ModelDescription:
     if isinstance(text, Mapping):
         config = {**config, **{k: v for k, v in text.items() if v is not None}}
     fields = Fields(config, defaults=family.defaults)
+    if isinstance(quantization := config.get("quantization_config"), Mapping):
+        method = quantization.get("quant_method", "of an unnamed kind")
+        raise UnsupportedModel(
+            f"the weights are quantised ({method}); only float32, float16 and bfloat16 checkpoints "
+            "can be loaded, take the model's unquantised form"
+        )
     if fields.flag("use_bidirectional_attention", False):
         raise UnsupportedModel(
             f"{architecture}: use_bidirectional_attention is set; only causal decoders are run"
@@ -197,6 +203,8 @@ def _activation(fields: Fields, family: Family) -> Activation:
 
 
 def _window(fields: Fields) -> int | None:
+    if fields.raw.get("sliding_window", 0) is None:
+        return None  # null switches a window off that the architecture has by default
     window = fields.optional_integer("sliding_window")
     return window if window is not None and window > 0 else None
 
