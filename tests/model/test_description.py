@@ -111,7 +111,8 @@ def test_dtype_name(fields: dict[str, object], expected: str | None) -> None:
 
 def test_sliding_windows_per_layer() -> None:
     assert _windows(_describe("Mistral", sliding_window=8)) == [8] * 4
-    assert _windows(_describe("Mistral", sliding_window=None)) == [4096] * 4
+    assert _windows(_describe("Mistral")) == [4096] * 4
+    assert _windows(_describe("Mistral", sliding_window=None)) == [None] * 4
     assert _windows(_describe("Llama", sliding_window=8)) == [None] * 4
     qwen = {"sliding_window": 8, "max_window_layers": 3}
     assert _windows(_describe("Qwen2", **qwen)) == [None] * 4
