@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shutil
 import signal
 import stat
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -366,8 +367,16 @@ asyncio.run(main())
 """
 
 
-async def test_a_worker_that_is_killed_fails_every_pending_request() -> None:
+@pytest.fixture
+def killed_endpoint() -> Iterator[str]:
+    """An endpoint whose server will not get to remove its files."""
     endpoint = default_endpoint()
+    yield endpoint
+    shutil.rmtree(Path(endpoint.removeprefix("ipc://")).parent)
+
+
+async def test_a_worker_that_is_killed_fails_every_pending_request(killed_endpoint: str) -> None:
+    endpoint = killed_endpoint
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD, endpoint], stdout=subprocess.PIPE, text=True
     )
@@ -385,8 +394,8 @@ async def test_a_worker_that_is_killed_fails_every_pending_request() -> None:
                 remote.submit(empty_step(3))
 
 
-async def test_the_blocking_client_notices_a_killed_worker() -> None:
-    endpoint = default_endpoint()
+async def test_the_blocking_client_notices_a_killed_worker(killed_endpoint: str) -> None:
+    endpoint = killed_endpoint
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD, endpoint], stdout=subprocess.PIPE, text=True
     )

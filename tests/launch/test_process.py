@@ -50,8 +50,11 @@ async def test_sigterm_ends_a_worker_in_order(tiny_model: Path) -> None:
 
 async def test_a_killed_worker_is_noticed_and_stop_does_not_hang(tiny_model: Path) -> None:
     async with WorkerProcess(tiny_config(tiny_model)) as process:
+        directory = Path(process.endpoint.removeprefix("ipc://")).parent
+        assert directory.is_dir()
         os.kill(process.pid, signal.SIGKILL)
         assert await process.stop() == -signal.SIGKILL
+        assert not directory.exists()
 
 
 async def test_a_process_that_ends_early_is_reported_with_its_last_words(tiny_model: Path) -> None:
@@ -87,11 +90,12 @@ asyncio.run(main())
 """
 
 
-async def test_a_worker_ends_when_its_parent_is_killed(tiny_model: Path) -> None:
+async def test_a_worker_ends_when_its_parent_is_killed(tiny_model: Path, tmp_path: Path) -> None:
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, str(tiny_model), str(Path(__file__).parents[1])],
         stdout=subprocess.PIPE,
         text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
     )
     assert parent.stdout is not None
     with parent:

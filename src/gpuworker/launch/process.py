@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -17,6 +18,7 @@ import msgspec
 from gpuworker.config import WorkerConfig
 from gpuworker.errors import ClientError, ConnectionLost, WorkerError
 from gpuworker.ipc import connect, default_endpoint
+from gpuworker.ipc.endpoint import ipc_path
 from gpuworker.messages import Shutdown
 
 __all__ = ["ReadyLine", "WorkerProcess"]
@@ -51,6 +53,7 @@ class WorkerProcess:
         stop_timeout_s: float = 10.0,
     ) -> None:
         self.endpoint = endpoint or default_endpoint()
+        self._own_directory = ipc_path(self.endpoint) if endpoint is None else None
         self._config = config
         self._command = tuple(command)
         self._environment = {**os.environ, **(environment or {})}
@@ -97,7 +100,7 @@ class WorkerProcess:
                 await self._kill()
                 raise
         except BaseException:
-            self._files.cleanup()
+            self._clean_up()
             raise
         return self
 
@@ -120,7 +123,7 @@ class WorkerProcess:
                 pass  # it may be gone, or stuck: the signals decide
             if not await self._wait(self._stop_timeout_s):
                 await self._kill()
-        self._files.cleanup()
+        self._clean_up()
         assert self._process.returncode is not None
         return self._process.returncode
 
@@ -129,6 +132,13 @@ class WorkerProcess:
         assert self._files is not None
         text = (Path(self._files.name) / "stderr").read_text(errors="replace")
         return "\n".join(text.splitlines()[-_KEPT_LINES:])
+
+    def _clean_up(self) -> None:
+        """Remove our files, and the socket's directory that a killed worker could not remove."""
+        if self._files is not None:
+            self._files.cleanup()
+        if self._own_directory is not None:
+            shutil.rmtree(self._own_directory.parent, ignore_errors=True)
 
     async def _wait_until_ready(self) -> None:
         assert self._process.stdout is not None
