@@ -36,7 +36,10 @@ class Tracer:
             raise ConfigError(
                 f"supervision.trace_dir {directory} cannot be created: {error}"
             ) from error
-        profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+        # One cycle from start to stop; without acc_events torch 2.11 warns that it keeps no other.
+        profile = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
+        )
         profile.start()
         self._profile = profile
         return True
