@@ -10,10 +10,16 @@ from typing import Any, Generic, Self, cast
 
 import zmq
 
-from gpuworker.errors import ClientError, ConnectionLost, RequestTimeout, WorkerError
-from gpuworker.ipc.endpoint import check_endpoint
-from gpuworker.ipc.monitor import EVENTS, is_lost, is_ready
-from gpuworker.ipc.sockets import configure
+from gpuworker.errors import (
+    ClientError,
+    ConnectionLost,
+    MalformedMessage,
+    RequestTimeout,
+    WorkerError,
+)
+from gpuworker.ipc.endpoint import check_peer
+from gpuworker.ipc.monitor import EVENTS, event_of
+from gpuworker.ipc.sockets import RETRY_S, configure_client
 from gpuworker.ipc.wire import Kind, decode_header, decode_reply, encode_request, error_of
 from gpuworker.messages import Failure, Reply, ReplyT, Request
 
@@ -47,7 +53,8 @@ class BlockingClient:
     """Talks to a worker; one thread uses it. A context manager.
 
     Raises ConfigError for an endpoint that cannot be and ConnectionLost when no worker answers
-    there within connect_timeout_s. timeout_s limits each reply; None waits for ever.
+    there within connect_timeout_s. timeout_s limits each reply; None waits for ever. A lost
+    connection stays lost, because who answers next may be another worker: make a new client.
     """
 
     def __init__(
@@ -57,22 +64,18 @@ class BlockingClient:
         timeout_s: float | None = None,
         connect_timeout_s: float = _CONNECT_TIMEOUT_S,
     ) -> None:
-        self._endpoint = check_endpoint(endpoint)
+        self._endpoint = check_peer(endpoint)
         self._timeout_s = timeout_s
         self._corr = itertools.count(1)
         self._pending: dict[int, PendingReply[Any]] = {}
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        configure(self._socket)
-        self._socket.setsockopt(zmq.LINGER, 0)
+        configure_client(self._socket, endpoint)
         self._monitor = self._socket.get_monitor_socket(EVENTS)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
-        self._socket.connect(endpoint)
-        self._connected = False
-        if self._monitor.poll(round(connect_timeout_s * 1000)):
-            self._notice()
+        self._connected = self._connect(time.monotonic() + connect_timeout_s)
         if not self._connected:
             self.close()
             raise ConnectionLost(
@@ -87,22 +90,29 @@ class BlockingClient:
     def submit(self, request: Request[ReplyT]) -> PendingReply[ReplyT]:
         """Send a request at once, in order.
 
-        Raises ConnectionLost while no worker is connected; nothing was sent then.
+        Raises ConnectionLost while no worker is connected, or when it does not take the request
+        within a second; nothing was sent then.
         """
+        self._take_what_came()
         self._notice()
         if not self._connected:
             raise ConnectionLost(f"no worker is connected at {self._endpoint}; nothing was sent")
         corr = next(self._corr)
-        frames = encode_request(corr, request)
+        try:
+            self._socket.send_multipart(encode_request(corr, request))
+        except zmq.Again as error:
+            raise ConnectionLost(
+                f"the worker at {self._endpoint} does not read; nothing was sent"
+            ) from error
         pending: PendingReply[ReplyT] = PendingReply(self, corr, type(request))
         self._pending[corr] = pending
-        self._socket.send_multipart(frames)
         return pending
 
     def close(self) -> None:
         """Close the connection; replies that have not come are lost. Idempotent."""
-        self._pending.clear()
         if not self._socket.closed:
+            self._connected = False
+            self._lose(f"the connection to {self._endpoint} was closed")
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
             self._socket.close(linger=0)
@@ -135,27 +145,56 @@ class BlockingClient:
             else:
                 self._notice()
 
+    def _connect(self, deadline: float) -> bool:
+        self._socket.connect(self._endpoint)
+        while self._monitor.poll(_ms_until(deadline)):
+            event = event_of(self._monitor.recv_multipart())
+            if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+                return True
+            if event == zmq.Event.CONNECT_RETRIED:
+                self._socket.disconnect(self._endpoint)
+                time.sleep(RETRY_S)
+                self._socket.connect(self._endpoint)
+        return False
+
     def _notice(self) -> None:
-        """Take in what the monitor has to say about the connection."""
-        while self._monitor.poll(0):
-            frames = self._monitor.recv_multipart()
-            if is_ready(frames):
-                self._connected = True
-            elif is_lost(frames):
+        """Take in what the monitor has to say about the connection; lost is lost."""
+        while self._connected and self._monitor.poll(0):
+            if event_of(self._monitor.recv_multipart()) == zmq.Event.DISCONNECTED:
                 self._connected = False
-                self._lose()
+                self._take_what_came()
+                self._lose(f"the worker at {self._endpoint} went away")
+                self._socket.disconnect(self._endpoint)  # forgets what was not sent
+
+    def _take_what_came(self) -> None:
+        """Take in the replies that are there, so that they do not pile up."""
+        while not self._socket.closed and self._socket.poll(0):
+            self._take(self._socket.recv_multipart())
 
     def _take(self, frames: list[bytes]) -> None:
-        pending = self._pending.pop(decode_header(frames, Kind.REPLY), None)
-        if pending is not None:
+        try:
+            corr = decode_header(frames, Kind.REPLY)
+        except MalformedMessage as error:
+            # Nobody can tell whose reply this was, so nobody may wait for it.
+            self._lose(f"{self._endpoint} answers what cannot be read: {error}")
+            return
+        pending = self._pending.pop(corr, None)
+        if pending is None:
+            return
+        try:
             answer = decode_reply(pending._message, frames[1])
-            pending._answer = error_of(answer) if isinstance(answer, Failure) else answer
+        except MalformedMessage as error:
+            pending._answer = ConnectionLost(
+                f"the reply to {pending._message.__name__} cannot be read: {error}; its outcome "
+                "is unknown"
+            )
+            return
+        pending._answer = error_of(answer) if isinstance(answer, Failure) else answer
 
-    def _lose(self) -> None:
+    def _lose(self, reason: str) -> None:
         for pending in self._pending.values():
             pending._answer = ConnectionLost(
-                f"the worker at {self._endpoint} went away; the outcome of "
-                f"{pending._message.__name__} is unknown"
+                f"{reason}; the outcome of {pending._message.__name__} is unknown"
             )
         self._pending.clear()
 

@@ -13,14 +13,22 @@ import zmq
 
 from gpuworker.errors import ConfigError
 
-__all__ = ["check_endpoint", "default_endpoint", "ipc_path", "prepare_directory"]
+__all__ = [
+    "MAX_IPC_PATH_BYTES",
+    "check_endpoint",
+    "check_peer",
+    "default_endpoint",
+    "ipc_path",
+    "prepare_directory",
+]
 
 _LOOPBACK_NAMES = ("localhost",)
+_ANY_PORT = ("*", "0")
 MAX_IPC_PATH_BYTES = zmq.IPC_PATH_MAX_LEN or 107
 
 
 def check_endpoint(endpoint: str) -> str:
-    """Return the endpoint when it can be used; raises ConfigError that names what is wrong.
+    """Return the endpoint when a worker can have it; raises ConfigError that names what is wrong.
 
     ipc:// takes a path of a file system, short enough for a Unix socket. tcp:// takes loopback
     addresses only, because this release has no encryption; port * or 0 lets the system choose.
@@ -35,6 +43,19 @@ def check_endpoint(endpoint: str) -> str:
     return endpoint
 
 
+def check_peer(endpoint: str) -> str:
+    """Return the endpoint when a client can connect to it; raises ConfigError like check_endpoint.
+
+    A port that the system chooses is known only after the worker was bound to it.
+    """
+    check_endpoint(endpoint)
+    if ipc_path(endpoint) is None and endpoint.rpartition(":")[2] in _ANY_PORT:
+        raise ConfigError(
+            f"endpoint {endpoint!r} names no port; a worker says which one it got when it is ready"
+        )
+    return endpoint
+
+
 def ipc_path(endpoint: str) -> Path | None:
     """Return the socket file of an ipc endpoint; None for tcp."""
     scheme, _, rest = endpoint.partition("://")
@@ -44,12 +65,16 @@ def ipc_path(endpoint: str) -> Path | None:
 def prepare_directory(path: Path) -> bool:
     """Make the directory of a socket file, private to this user; say whether it was not there.
 
-    Raises ConfigError when an existing one belongs to or can be entered by somebody else.
+    Raises ConfigError when it cannot be made, or when an existing one belongs to or can be
+    entered by somebody else.
     """
     directory = path.parent
     created = not directory.is_dir()
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = directory.stat()
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.stat()
+    except OSError as error:
+        raise ConfigError(f"cannot make {directory}: {error.strerror}") from error
     mode = stat.S_IMODE(status.st_mode)
     if status.st_uid != os.geteuid() or mode & 0o077:
         raise ConfigError(
@@ -89,7 +114,8 @@ def _check_ipc(endpoint: str, path: str) -> None:
 def _check_tcp(endpoint: str, address: str) -> None:
     host, separator, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not separator or not (port in ("*",) or (port.isdecimal() and int(port) < 1 << 16)):
+    has_port = port == "*" or (port.isascii() and port.isdecimal() and int(port) < 1 << 16)
+    if not separator or not has_port:
         raise ConfigError(f"endpoint {endpoint!r} needs a port: tcp://127.0.0.1:5555, or * for any")
     if host in _LOOPBACK_NAMES:
         return

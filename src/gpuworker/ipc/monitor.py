@@ -7,23 +7,12 @@ from collections.abc import Sequence
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-__all__ = ["EVENTS", "is_lost", "is_ready"]
+__all__ = ["EVENTS", "event_of"]
 
-_READY = zmq.Event.HANDSHAKE_SUCCEEDED
-_LOST = (
-    zmq.Event.DISCONNECTED,
-    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL,
-    zmq.Event.HANDSHAKE_FAILED_PROTOCOL,
-    zmq.Event.HANDSHAKE_FAILED_AUTH,
-)
-EVENTS = int(_READY | _LOST[0] | _LOST[1] | _LOST[2] | _LOST[3])
+EVENTS = int(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | zmq.Event.CONNECT_RETRIED)
+"""The peer can be talked to; it went away; an attempt to connect failed."""
 
 
-def is_ready(frames: Sequence[bytes]) -> bool:
-    """Say whether a monitor message means that the peer can be talked to."""
-    return bool(parse_monitor_message(list(frames))["event"] == _READY)
-
-
-def is_lost(frames: Sequence[bytes]) -> bool:
-    """Say whether a monitor message means that the peer went away."""
-    return parse_monitor_message(list(frames))["event"] in _LOST
+def event_of(frames: Sequence[bytes]) -> zmq.Event:
+    """Return the event of a monitor message, one of EVENTS."""
+    return zmq.Event(parse_monitor_message(list(frames))["event"])

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import fcntl
 import logging
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -18,8 +15,9 @@ import zmq
 import zmq.asyncio
 
 from gpuworker.errors import ConfigError, MalformedMessage, WorkerClosed, WorkerError
-from gpuworker.ipc.endpoint import check_endpoint, ipc_path, prepare_directory
-from gpuworker.ipc.sockets import configure
+from gpuworker.ipc.endpoint import check_endpoint, ipc_path
+from gpuworker.ipc.lock import owned
+from gpuworker.ipc.sockets import configure_server
 from gpuworker.ipc.wire import (
     Kind,
     decode_header,
@@ -27,7 +25,7 @@ from gpuworker.ipc.wire import (
     encode_reply,
     failure_of,
 )
-from gpuworker.messages import Closed, Failure, Reply, Request
+from gpuworker.messages import Closed, Reply, Request
 
 __all__ = ["Server", "ServerStatistics", "SubmitWorker", "serve"]
 
@@ -35,8 +33,8 @@ _log = logging.getLogger(__name__)
 
 _SEND_PATIENCE_S = 1.0
 _SEND_RETRY_S = 0.002
-_MAX_LOGGED = 20
-"""Malformed messages that are logged; after that they are only counted."""
+_LOG_INTERVAL_S = 1.0
+"""Malformed messages are logged at most this often; all are counted."""
 
 
 class SubmitWorker(Protocol):
@@ -69,6 +67,9 @@ class Server:
         self._worker = worker
         self._endpoint = check_endpoint(endpoint)
         self._outbox: asyncio.Queue[tuple[bytes, int, asyncio.Future[Any]]] = asyncio.Queue()
+        self._num_owed = 0
+        self._slow_peers: set[bytes] = set()
+        self._next_log_s = 0.0
         self._num_requests = 0
         self._num_replies = 0
         self._num_malformed = 0
@@ -86,15 +87,17 @@ class Server:
     async def run(self, on_ready: Callable[[str], None] | None = None) -> None:
         """Bind and serve until the reply to Shutdown was sent, or until cancelled.
 
-        on_ready gets the endpoint as bound, with the port that the system chose. Raises
-        ConfigError when another worker lives on the endpoint or it cannot be bound.
+        After Shutdown the requests that were accepted before still get their answers. on_ready
+        gets the endpoint as bound, with the port that the system chose. Raises ConfigError when
+        another worker lives on the endpoint or it cannot be bound.
         """
-        with _locked(ipc_path(self._endpoint)), zmq.asyncio.Context() as context:
+        with owned(ipc_path(self._endpoint)), zmq.asyncio.Context() as context:
             socket = context.socket(zmq.ROUTER)
-            configure(socket)
+            configure_server(socket, self._endpoint)
             try:
                 socket.bind(self._endpoint)
             except zmq.ZMQError as error:
+                socket.close(linger=0)
                 raise ConfigError(f"cannot bind {self._endpoint}: {error.strerror}") from error
             tasks = [
                 asyncio.create_task(self._read(socket), name="gpuworker reader"),
@@ -104,71 +107,104 @@ class Server:
                 if on_ready is not None:
                     on_ready(bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0"))
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                await _stop(tasks)
+                for task in done:
+                    task.result()  # a fault of ours must not look like an orderly end
+                await self._send_owed(socket)
             finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.wait(tasks)
+                await _stop(tasks)
                 socket.close()
-            for task in done:
-                task.result()  # a fault of ours must not look like an orderly end
 
     async def _read(self, socket: zmq.asyncio.Socket) -> None:
         while True:
             peer, *frames = await socket.recv_multipart()
-            try:
-                corr = decode_header(frames, Kind.REQUEST)
-            except MalformedMessage as error:
-                self._count_malformed(error)  # nobody to answer
-                continue
-            self._num_requests += 1
-            try:
-                reply = self._worker.submit(decode_request(frames[1]))
-            except WorkerError as error:
-                if isinstance(error, MalformedMessage):
-                    self._count_malformed(error)
-                reply = asyncio.get_running_loop().create_future()
-                reply.set_exception(error)
-            reply.add_done_callback(partial(self._finished, peer, corr))
+            self._accept(peer, frames)
+            # While messages are waiting recv does not suspend: a flood would starve the sender.
+            await asyncio.sleep(0)
+
+    def _accept(self, peer: bytes, frames: list[bytes]) -> None:
+        try:
+            corr = decode_header(frames, Kind.REQUEST)
+        except MalformedMessage as error:
+            self._count_malformed(peer, error)  # nobody to answer
+            return
+        self._num_requests += 1
+        self._num_owed += 1
+        try:
+            reply = self._worker.submit(decode_request(frames[1]))
+        except WorkerError as error:
+            if isinstance(error, MalformedMessage):
+                self._count_malformed(peer, error)
+            reply = asyncio.get_running_loop().create_future()
+            reply.set_exception(error)
+        reply.add_done_callback(partial(self._finished, peer, corr))
 
     def _finished(self, peer: bytes, corr: int, done: asyncio.Future[Any]) -> None:
         self._outbox.put_nowait((peer, corr, done))
 
     async def _send(self, socket: zmq.asyncio.Socket) -> None:
-        while True:
-            peer, corr, done = await self._outbox.get()
-            reply = _reply(done)
-            try:
-                frames = encode_reply(corr, reply)
-            except MalformedMessage as error:
-                frames = encode_reply(corr, failure_of(error))
-            if await self._deliver(socket, [peer, *frames]):
-                self._num_replies += 1
-            else:
-                self._num_undeliverable += 1
-            if isinstance(reply, Closed):
-                return
+        while not isinstance(await self._send_next(socket), Closed):
+            pass
 
-    async def _deliver(self, socket: zmq.asyncio.Socket, frames: list[bytes]) -> bool:
-        deadline = asyncio.get_running_loop().time() + _SEND_PATIENCE_S
+    async def _send_owed(self, socket: zmq.asyncio.Socket) -> None:
+        """Send the answers to what waited behind Shutdown."""
+        with suppress(TimeoutError):  # a worker that does not answer it all must not hold us
+            async with asyncio.timeout(_SEND_PATIENCE_S):
+                while self._num_owed:
+                    await self._send_next(socket)
+
+    async def _send_next(self, socket: zmq.asyncio.Socket) -> Reply:
+        peer, corr, done = await self._outbox.get()
+        self._num_owed -= 1
+        reply = _reply(done)
+        try:
+            frames = encode_reply(corr, reply)
+        except MalformedMessage as error:
+            frames = encode_reply(corr, failure_of(error))
+        if await self._deliver(socket, peer, frames):
+            self._num_replies += 1
+        else:
+            self._num_undeliverable += 1
+        return reply
+
+    async def _deliver(
+        self, socket: zmq.asyncio.Socket, peer: bytes, frames: Sequence[bytes]
+    ) -> bool:
+        """Send a reply; say whether its client took it.
+
+        A client that does not read holds the others up once, until patience ends; from then on
+        it loses every reply that does not fit into its queue at once.
+        """
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + (0.0 if peer in self._slow_peers else _SEND_PATIENCE_S)
         while True:
             try:
-                await socket.send_multipart(frames, flags=zmq.NOBLOCK)
+                await socket.send_multipart([peer, *frames], flags=zmq.NOBLOCK)
             except zmq.Again:
-                # Its queue is full. A client that does not read loses replies, not the worker.
-                if asyncio.get_running_loop().time() > deadline:
+                if clock() >= deadline:
+                    self._slow_peers.add(peer)
                     return False
                 await asyncio.sleep(_SEND_RETRY_S)
             except zmq.ZMQError as error:
                 if error.errno != errno.EHOSTUNREACH:
                     raise
+                self._slow_peers.discard(peer)
                 return False
             else:
+                self._slow_peers.discard(peer)
                 return True
 
-    def _count_malformed(self, error: MalformedMessage) -> None:
+    def _count_malformed(self, peer: bytes, error: MalformedMessage) -> None:
         self._num_malformed += 1
-        if self._num_malformed <= _MAX_LOGGED:
-            _log.warning("dropped a malformed message: %s", error)
+        now = asyncio.get_running_loop().time()
+        if now >= self._next_log_s:
+            self._next_log_s = now + _LOG_INTERVAL_S
+            _log.warning(
+                "dropped a malformed message of peer %s (%d since the start): %s",
+                peer.hex(),
+                self._num_malformed,
+                error,
+            )
 
 
 async def serve(
@@ -176,6 +212,12 @@ async def serve(
 ) -> None:
     """Serve a worker on an endpoint until it was shut down; see Server.run."""
     await Server(worker, endpoint).run(on_ready)
+
+
+async def _stop(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
 
 
 def _reply(done: asyncio.Future[Any]) -> Reply:
@@ -188,31 +230,4 @@ def _reply(done: asyncio.Future[Any]) -> Reply:
     if isinstance(error, WorkerError):
         return failure_of(error)
     _log.error("a request failed unexpectedly", exc_info=error)
-    return Failure(code=WorkerError.code, message=f"{type(error).__name__}: {error}")
-
-
-@contextmanager
-def _locked(path: Path | None) -> Iterator[None]:
-    """Own a socket file: a second bind would succeed silently and steal the connections."""
-    if path is None:
-        yield
-        return
-    created = prepare_directory(path)
-    lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(
-                f"a worker lives on ipc://{path}; stop it, or use another path"
-            ) from error
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
-            Path(f"{path}.lock").unlink(missing_ok=True)
-            if created:
-                with suppress(OSError):  # somebody else uses it by now
-                    path.parent.rmdir()
-    finally:
-        os.close(lock)
+    return failure_of(WorkerError(f"{type(error).__name__}: {error}"))

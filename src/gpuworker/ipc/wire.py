@@ -132,9 +132,9 @@ def decode_reply(request: type[Request[Any]], body: bytes) -> Reply:
 
 def failure_of(error: WorkerError) -> Failure:
     """Turn an error into what travels; error_of turns it back."""
-    return Failure(
-        code=error.code, message=error.message, state=error.state, accepted=error.accepted
-    )
+    # A path in a message may hold bytes that are no text; the wire has text only.
+    message = error.message.encode("utf-8", "backslashreplace").decode()
+    return Failure(code=error.code, message=message, state=error.state, accepted=error.accepted)
 
 
 def error_of(failure: Failure) -> WorkerError:

@@ -7,27 +7,30 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import anyio
 import msgspec
 
 from gpuworker.config import WorkerConfig
 from gpuworker.errors import ClientError, ConnectionLost, WorkerError
 from gpuworker.ipc import connect, default_endpoint
 from gpuworker.ipc.endpoint import ipc_path
-from gpuworker.messages import Shutdown
+from gpuworker.messages import GetStatus, Shutdown
 
 __all__ = ["ReadyLine", "WorkerProcess"]
 
 _KEPT_LINES = 20
+_CONNECT_TIMEOUT_S = 2.0
+_POLL_S = 0.01
 
 
 class ReadyLine(msgspec.Struct, frozen=True):
-    """What a worker process prints on its first line, as JSON, once it can be connected to."""
+    """What a worker process prints on a line of its own, as JSON, once it can be connected to."""
 
     endpoint: str
     pid: int
@@ -36,9 +39,10 @@ class ReadyLine(msgspec.Struct, frozen=True):
 class WorkerProcess:
     """A worker in a child process; an async context manager.
 
-    Entering starts `python -m gpuworker serve` and waits for its ready line; a child that dies
-    before raises ConnectionLost with its last words. Leaving sends Shutdown, then SIGTERM, then
-    SIGKILL, each with its time, and removes what the child left. The child dies with this
+    Entering starts `python -m gpuworker serve`, waits for its ready line and for its answer to
+    GetStatus; a child that dies before raises ConnectionLost with its last words. Leaving sends
+    Shutdown, then SIGTERM, then SIGKILL to its whole process group, each with its time, and
+    removes its files; a cancelled scope does not cut this short. The child dies with this
     process.
     """
 
@@ -52,14 +56,17 @@ class WorkerProcess:
         start_timeout_s: float = 60.0,
         stop_timeout_s: float = 10.0,
     ) -> None:
-        self.endpoint = endpoint or default_endpoint()
-        self._own_directory = ipc_path(self.endpoint) if endpoint is None else None
+        private = default_endpoint()
+        path = ipc_path(private)
+        assert path is not None
+        self.endpoint = endpoint or private
+        self._directory = path.parent  # short and private: holds the child's files, too
         self._config = config
         self._command = tuple(command)
         self._environment = {**os.environ, **(environment or {})}
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = stop_timeout_s
-        self._files: tempfile.TemporaryDirectory[str] | None = None
+        self._last_words = ""
         self._process: asyncio.subprocess.Process
 
     @property
@@ -73,12 +80,15 @@ class WorkerProcess:
         return self._process.returncode
 
     async def __aenter__(self) -> Self:
-        self._files = tempfile.TemporaryDirectory(prefix="gpuworker-")
-        directory = Path(self._files.name)
-        config_file = directory / "worker.json"
-        config_file.write_bytes(msgspec.json.encode(self._config))
+        self._directory.mkdir(mode=0o700)
         try:
-            with (directory / "stderr").open("wb") as stderr:
+            config_file = self._directory / "worker.json"
+            config_file.write_bytes(msgspec.json.encode(self._config))
+            # Files, not pipes: whatever the child prints, nobody has to read it for it to go on.
+            with (
+                (self._directory / "stdout").open("wb") as stdout,
+                (self._directory / "stderr").open("wb") as stderr,
+            ):
                 self._process = await asyncio.create_subprocess_exec(
                     *self._command,
                     "--config",
@@ -89,7 +99,7 @@ class WorkerProcess:
                     str(os.getpid()),
                     "--json",
                     stdin=asyncio.subprocess.DEVNULL,
-                    stdout=asyncio.subprocess.PIPE,
+                    stdout=stdout,
                     stderr=stderr,
                     env=self._environment,
                     start_new_session=True,  # a Ctrl-C in the terminal is ours to handle
@@ -97,10 +107,11 @@ class WorkerProcess:
             try:
                 await self._wait_until_ready()
             except BaseException:
-                await self._kill()
+                with anyio.CancelScope(shield=True):
+                    await self._kill()
                 raise
         except BaseException:
-            self._clean_up()
+            self._remove_files()
             raise
         return self
 
@@ -110,54 +121,57 @@ class WorkerProcess:
         exc_value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await self.stop()
+        with anyio.CancelScope(shield=True):
+            await self.stop()
 
     async def stop(self) -> int:
         """Stop the worker and return its exit status. Idempotent."""
-        assert self._files is not None
         if self._process.returncode is None:
             try:
-                async with connect(self.endpoint, connect_timeout_s=2.0) as worker:
+                async with connect(self.endpoint, connect_timeout_s=_CONNECT_TIMEOUT_S) as worker:
                     await worker.ask(Shutdown(), timeout_s=self._stop_timeout_s)
             except (WorkerError, ClientError):
                 pass  # it may be gone, or stuck: the signals decide
             if not await self._wait(self._stop_timeout_s):
                 await self._kill()
-        self._clean_up()
+        self._last_words = self.last_words()
+        self._remove_files()
         assert self._process.returncode is not None
         return self._process.returncode
 
     def last_words(self) -> str:
-        """Return the last lines that the worker wrote to stderr."""
-        assert self._files is not None
-        text = (Path(self._files.name) / "stderr").read_text(errors="replace")
+        """Return the last lines that the worker wrote to stderr; they are kept after stop."""
+        try:
+            text = (self._directory / "stderr").read_text(errors="replace")
+        except FileNotFoundError:
+            return self._last_words
         return "\n".join(text.splitlines()[-_KEPT_LINES:])
 
-    def _clean_up(self) -> None:
-        """Remove our files, and the socket's directory that a killed worker could not remove."""
-        if self._files is not None:
-            self._files.cleanup()
-        if self._own_directory is not None:
-            shutil.rmtree(self._own_directory.parent, ignore_errors=True)
-
     async def _wait_until_ready(self) -> None:
-        assert self._process.stdout is not None
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                line = await self._process.stdout.readline()
+                self.endpoint = await self._read_endpoint(self._directory / "stdout")
+                async with connect(
+                    self.endpoint, connect_timeout_s=self._start_timeout_s
+                ) as worker:
+                    await worker.ask(GetStatus())
         except TimeoutError as error:
             raise ConnectionLost(
                 f"the worker process was not ready within {self._start_timeout_s:g} s:\n"
                 f"{self.last_words()}"
             ) from error
-        try:
-            self.endpoint = msgspec.json.decode(line, type=ReadyLine).endpoint
-        except msgspec.DecodeError as error:
-            await self._wait(self._stop_timeout_s)
-            raise ConnectionLost(
-                f"the worker process ended with status {self._process.returncode} before it was "
-                f"ready:\n{self.last_words()}"
-            ) from error
+
+    async def _read_endpoint(self, stdout: Path) -> str:
+        has_ended = False
+        while not has_ended:
+            has_ended = self._process.returncode is not None
+            if (endpoint := _ready_endpoint(stdout)) is not None:
+                return endpoint
+            await asyncio.sleep(_POLL_S)
+        raise ConnectionLost(
+            f"the worker process ended with status {self._process.returncode} before it was "
+            f"ready:\n{self.last_words()}"
+        )
 
     async def _wait(self, limit_s: float) -> bool:
         try:
@@ -168,9 +182,19 @@ class WorkerProcess:
         return True
 
     async def _kill(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            if self._process.returncode is not None:
-                return
-            self._process.send_signal(number)
-            if await self._wait(self._stop_timeout_s):
-                return
+        if self._process.returncode is None:
+            self._process.terminate()
+            if not await self._wait(self._stop_timeout_s):
+                os.killpg(self._process.pid, signal.SIGKILL)  # it leads its group
+                await self._wait(self._stop_timeout_s)
+
+    def _remove_files(self) -> None:
+        # A killed worker leaves its socket and its lock there.
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _ready_endpoint(stdout: Path) -> str | None:
+    for line in stdout.read_bytes().splitlines():
+        with suppress(msgspec.DecodeError):  # libraries print, too; a line may be half written
+            return msgspec.json.decode(line, type=ReadyLine).endpoint
+    return None
