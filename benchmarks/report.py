@@ -18,7 +18,15 @@ from pathlib import Path
 from gpuworker import __version__
 from gpuworker.device.proc_memory import ProcMemoryReader
 
-__all__ = ["Report", "benchmark_parser", "interleave", "median", "percentile", "timed"]
+__all__ = [
+    "OtherLoad",
+    "Report",
+    "benchmark_parser",
+    "interleave",
+    "median",
+    "percentile",
+    "timed",
+]
 
 Parameter = str | int | float | bool | None
 
@@ -86,6 +94,33 @@ class Report:
                 ratio_to_baseline=_rounded(median(ratios)),
                 **parameters,
             )
+
+
+class OtherLoad:
+    """Tells how many cores other processes kept busy since it was made.
+
+    Above a few hundredths a figure says as much about the neighbours as about itself. For a
+    benchmark that computes in one process: running children count as others.
+    """
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self._before = self._others_s()
+
+    def cores(self) -> float:
+        """Return the mean number of cores; the counters tick in hundredths of a second."""
+        elapsed_s = time.perf_counter() - self._started
+        return max(self._others_s() - self._before, 0.0) / elapsed_s
+
+    @staticmethod
+    def _others_s() -> float:
+        """Return what the machine spent on others: busy and stolen time without our own."""
+        ticks = [
+            int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+        ]
+        idle = ticks[3] + ticks[4]
+        own = os.times()
+        return (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK") - own.user - own.system
 
 
 def benchmark_parser(description: str) -> argparse.ArgumentParser:
@@ -161,11 +196,15 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    result = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    """Return the commit, with -dirty when files differ from it; "" where git knows nothing."""
+    try:
+        result = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--exclude=*"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except FileNotFoundError:
+        return ""
     return result.stdout.strip()

@@ -9,12 +9,15 @@ import subprocess
 import sys
 import time
 from collections import deque
+from typing import Any
 
 from benchmarks.report import Report, benchmark_parser, median, percentile
 from gpuworker import messages as m
 from gpuworker.ipc import Server, connect, default_endpoint
 from gpuworker.lifecycle import State
 from gpuworker.testing import FakeRuntime, empty_step, fake_worker, walk_to
+
+_DEPTHS = (1, 2, 3, 4)
 
 
 def _work(seconds: float) -> None:
@@ -74,20 +77,21 @@ def main() -> None:
         asyncio.run(_schedule(endpoint, int(depth), int(num_steps), float(scheduler_s)))
         return
     report = Report("step_pipeline", arguments.output)
-    num_steps = 12 if arguments.quick else 150
+    num_rounds, num_steps = (1, 12) if arguments.quick else (5, 40)
     cases = [(0.005, 0.0), (0.005, 0.002), (0.02, 0.0), (0.02, 0.002)]
     for step_s, scheduler_s in cases[:1] if arguments.quick else cases:
-        for depth in (1, 2, 3, 4):
-            gaps = asyncio.run(_gaps_ms(depth, step_s, scheduler_s, num_steps))
+        rounds: dict[str, list[float]] = {f"depth {depth}": [] for depth in _DEPTHS}
+        all_gaps: dict[str, list[float]] = {variant: [] for variant in rounds}
+        for _ in range(num_rounds):
+            for depth, variant in zip(_DEPTHS, rounds, strict=True):
+                gaps = asyncio.run(_gaps_ms(depth, step_s, scheduler_s, num_steps))
+                rounds[variant].append(median(gaps))
+                all_gaps[variant] += gaps
+        case: dict[str, Any] = {"step_ms": step_s * 1e3, "scheduler_ms": scheduler_s * 1e3}
+        report.compare("idle gap of the device", rounds, "ms", baseline="depth 1", **case)
+        for variant, gaps in all_gaps.items():
             report.figure(
-                "idle gap of the device",
-                median(gaps),
-                "ms",
-                samples=gaps,
-                p99=percentile(gaps, 99),
-                depth=depth,
-                step_ms=step_s * 1e3,
-                scheduler_ms=scheduler_s * 1e3,
+                "idle gap of the device p99", percentile(gaps, 99), "ms", variant=variant, **case
             )
 
 
