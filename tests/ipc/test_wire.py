@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 import gpuworker.errors as errors
 from gpuworker import messages as m
-from gpuworker.errors import MalformedMessage, WorkerError
+from gpuworker.errors import CheckpointNotFound, MalformedMessage, WorkerError, error_class
 from gpuworker.ipc.wire import (
     MAX_BODY_BYTES,
     Kind,
@@ -158,7 +160,28 @@ def test_the_table_lists_every_request_and_tags_never_change() -> None:
         "get_status",
         "shutdown",
     ]
-    tags = [cls.__struct_config__.tag for cls in leaves(m.Reply)]
+    assert [reply.__struct_config__.tag for reply in m.REPLY_OF.values()] == [
+        "device_ready",
+        "model_loaded",
+        "kv_cache_spec",
+        "limits",
+        "memory_profiled",
+        "max_model_len_updated",
+        "kv_cache_allocated",
+        "warmed_up",
+        "serving_started",
+        "step_output",
+        "dummy_batch_executed",
+        "asleep",
+        "pools_resumed",
+        "awake",
+        "weights_reloaded",
+        "trace_started",
+        "trace_stopped",
+        "status",
+        "closed",
+    ]
+    tags = [cls.__struct_config__.tag for cls in (*leaves(m.Request), *leaves(m.Reply))]
     assert len(tags) == len(set(tags))
     assert all(cls.__struct_config__.frozen for cls in (*leaves(m.Request), *leaves(m.Reply)))
 
@@ -179,6 +202,21 @@ def test_an_error_comes_back_as_the_same_class(cls: type[WorkerError]) -> None:
     back = error_of(failure)
     assert type(back) is cls
     assert (str(back), back.state, back.accepted) == (str(error), "serving", error.accepted)
+
+
+def test_a_message_with_bytes_that_are_no_text_keeps_its_class() -> None:
+    path = os.fsdecode(b"/models/\xff")
+    frames = encode_reply(1, failure_of(CheckpointNotFound(f"{path} is not there")))
+    failure = decode_reply(m.LoadModel, frames[1])
+    assert isinstance(failure, m.Failure)
+    error = error_of(failure)
+    assert type(error) is CheckpointNotFound
+    assert str(error) == "/models/\\udcff is not there"
+
+
+def test_every_code_has_one_class() -> None:
+    assert {error_class(cls.code) for cls in WORKER_ERRORS} == set(WORKER_ERRORS)
+    assert error_class("from_a_newer_worker") is WorkerError
 
 
 GOOD = encode_request(1, m.Sleep(level=1))

@@ -127,14 +127,17 @@ async def test_an_endpoint_that_was_chosen_by_the_system_is_known_after_the_star
         assert (await worker.ask(m.GetStatus())).state == "uninit"
 
 
-async def test_a_ready_line_without_a_worker_behind_it_is_not_believed() -> None:
-    liar = (
-        "import sys, threading\n"
-        'print(\'{"endpoint": "ipc:///nowhere/at-all", "pid": 1}\', flush=True)\n'
+async def test_a_worker_that_is_bound_but_does_not_answer_is_not_ready() -> None:
+    silent = (
+        "import json, sys, threading, zmq\n"
+        "endpoint = sys.argv[sys.argv.index('--endpoint') + 1]\n"
+        "socket = zmq.Context().socket(zmq.ROUTER)\n"
+        "socket.bind(endpoint)\n"
+        "print(json.dumps({'endpoint': endpoint, 'pid': 1}), flush=True)\n"
         "threading.Event().wait()\n"
     )
-    process = _process(liar, start_timeout_s=0.5)
-    with pytest.raises(ConnectionLost):
+    process = _process(silent, start_timeout_s=1.0)
+    with pytest.raises(ConnectionLost, match="not ready within"):
         async with process:
             pass
     assert process.returncode == -signal.SIGTERM

@@ -7,12 +7,14 @@ import asyncio
 import os
 import signal
 import sys
+from contextlib import suppress
 
 import msgspec
 
 from gpuworker.actor import GPUWorker
 from gpuworker.cli.options import Subparsers, add_verb, add_worker_options, worker_config
 from gpuworker.config import WorkerConfig
+from gpuworker.errors import WorkerClosed
 from gpuworker.ipc import Server, default_endpoint
 from gpuworker.launch import ReadyLine, die_with_parent
 from gpuworker.messages import Shutdown
@@ -65,24 +67,30 @@ async def _serve(config: WorkerConfig, endpoint: str | None, *, as_json: bool) -
 
     server_endpoint = endpoint or default_endpoint()
     async with GPUWorker(config) as worker:
+        loop = asyncio.get_running_loop()
         server = asyncio.create_task(Server(worker, server_endpoint).run(ready))
         stop = asyncio.Event()
-        loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop.set)
+            loop.add_signal_handler(number, _stop, stop, asyncio.current_task())
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait([server, stopped], return_when=asyncio.FIRST_COMPLETED)
-        if stopped.done():
+        stopped.cancel()
+        if not server.done():
             print("stopping: the steps ahead finish first; again to stop at once", file=sys.stderr)
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
-            await worker.ask(Shutdown())
+            with suppress(WorkerClosed):  # a client may have said it at the same time
+                await worker.ask(Shutdown())
             server.cancel()
             await asyncio.wait([server])
-        else:
-            stopped.cancel()
+        if not server.cancelled():
             server.result()
     if worker.fault is not None:
         print(f"the worker had faulted: {worker.fault}", file=sys.stderr)
         return 1
     return 0
+
+
+def _stop(stop: asyncio.Event, task: asyncio.Task[int] | None) -> None:
+    """Ask for an orderly end; when asked again, end at once."""
+    if stop.is_set() and task is not None:
+        task.cancel()
+    stop.set()

@@ -159,7 +159,7 @@ class BlockingClient:
 
     def _notice(self) -> None:
         """Take in what the monitor has to say about the connection; lost is lost."""
-        while self._connected and self._monitor.poll(0):
+        while self._connected and _is_readable(self._monitor):
             if event_of(self._monitor.recv_multipart()) == zmq.Event.DISCONNECTED:
                 self._connected = False
                 self._take_what_came()
@@ -168,7 +168,7 @@ class BlockingClient:
 
     def _take_what_came(self) -> None:
         """Take in the replies that are there, so that they do not pile up."""
-        while not self._socket.closed and self._socket.poll(0):
+        while not self._socket.closed and _is_readable(self._socket):
             self._take(self._socket.recv_multipart())
 
     def _take(self, frames: list[bytes]) -> None:
@@ -201,3 +201,7 @@ class BlockingClient:
 
 def _ms_until(deadline: float) -> int:
     return math.ceil(max(deadline - time.monotonic(), 0.0) * 1000)
+
+
+def _is_readable(socket: zmq.Socket[bytes]) -> bool:
+    return bool(cast("int", socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)

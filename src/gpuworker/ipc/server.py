@@ -33,6 +33,8 @@ _log = logging.getLogger(__name__)
 
 _SEND_PATIENCE_S = 1.0
 _SEND_RETRY_S = 0.002
+_BURST = 16
+"""Messages that are read before the others on the event loop get their turn."""
 _LOG_INTERVAL_S = 1.0
 """Malformed messages are logged at most this often; all are counted."""
 
@@ -117,8 +119,9 @@ class Server:
 
     async def _read(self, socket: zmq.asyncio.Socket) -> None:
         while True:
-            peer, *frames = await socket.recv_multipart()
-            self._accept(peer, frames)
+            for _ in range(_BURST):
+                peer, *frames = await socket.recv_multipart()
+                self._accept(peer, frames)
             # While messages are waiting recv does not suspend: a flood would starve the sender.
             await asyncio.sleep(0)
 
