@@ -12,6 +12,7 @@ from benchmarks.report import Report, benchmark_parser
 from gpuworker import messages as m
 from gpuworker.actor import _Envelope
 from gpuworker.lifecycle import Lifecycle, State, StateTable, Undo
+from gpuworker.permit import Permit
 from gpuworker.states import TABLES
 from gpuworker.testing import empty_step, fake_worker, walk_to
 
@@ -58,7 +59,7 @@ async def _measure(report: Report, num_rounds: int, num_calls: int) -> None:
                 worker._moving = None
             await reply
 
-        behind = _Envelope(m.ReloadWeights())
+        behind = _Envelope(m.ReloadWeights(), Permit())
         ways: dict[str, tuple[Callable[[], Awaitable[object]], int]] = {
             "await an empty coroutine": (_nothing, 10),
             "look up the handler of a step": (look_up, 10),

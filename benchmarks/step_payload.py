@@ -11,7 +11,7 @@ import msgspec
 
 from benchmarks.report import Report, benchmark_parser, interleave, timed
 from gpuworker import messages as m
-from gpuworker.ipc.wire import decode_request, encode_request
+from gpuworker.ipc.wire import Kind, RequestHeader, decode_request, encode_request
 from gpuworker.step import NewRequest, StepRow, pack_step, unpack_step
 
 _PROMPT = 512
@@ -91,6 +91,7 @@ def _variants(
     rows: list[StepRow], new: list[_New]
 ) -> dict[str, tuple[Callable[[], list[bytes]], Callable[[list[bytes]], object]]]:
     step = _ours(rows, new)
+    header = RequestHeader(Kind.REQUEST, corr=1, epoch=1, seq=1)
     structs = _Structs([_Row(*row[:3], list(row.new_block_ids)) for row in rows], new)
     data = _DataStep(
         [_DataRow(*row[:3], list(row.new_block_ids)) for row in rows],
@@ -99,14 +100,14 @@ def _variants(
     decoder = msgspec.msgpack.Decoder(_Structs)
 
     def decode(frames: list[bytes]) -> object:
-        request = decode_request(frames[1])
+        request = decode_request(frames)
         assert isinstance(request, m.ExecuteModel)
         return unpack_step(
             request.buffer, request.num_rows, request.num_block_ids, request.num_token_ids
         )
 
     return {
-        "struct of arrays": (lambda: encode_request(1, step), decode),
+        "struct of arrays": (lambda: encode_request(header, step), decode),
         "array of structs": (
             lambda: [msgspec.msgpack.encode(structs)],
             lambda frames: decoder.decode(frames[0]),

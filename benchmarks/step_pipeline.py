@@ -13,11 +13,13 @@ from typing import Any
 
 from benchmarks.report import Report, benchmark_parser, median, percentile
 from gpuworker import messages as m
+from gpuworker.config import LimitsConfig, ModelConfig, WorkerConfig
 from gpuworker.ipc import Server, connect, default_endpoint
 from gpuworker.lifecycle import State
 from gpuworker.testing import FakeRuntime, empty_step, fake_worker, walk_to
 
 _DEPTHS = (1, 2, 3, 4)
+_CONFIG = WorkerConfig(model=ModelConfig(model="fake"), limits=LimitsConfig(window=max(_DEPTHS)))
 
 
 def _work(seconds: float) -> None:
@@ -48,7 +50,7 @@ async def _gaps_ms(depth: int, step_s: float, scheduler_s: float, num_steps: int
         time.sleep(step_s)  # as a kernel does, without the interpreter lock
         spans.append((started, time.perf_counter()))
 
-    async with fake_worker() as worker:
+    async with fake_worker(_CONFIG) as worker:
         await walk_to(worker, State.SERVING)
         runtime = worker._runtime
         assert isinstance(runtime, FakeRuntime)

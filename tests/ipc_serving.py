@@ -12,8 +12,34 @@ import zmq
 
 from gpuworker import messages as m
 from gpuworker.actor import GPUWorker
+from gpuworker.config import LimitsConfig, ModelConfig, WorkerConfig
 from gpuworker.ipc import Server, default_endpoint
+from gpuworker.ipc.wire import (
+    Kind,
+    ReplyHeader,
+    RequestHeader,
+    encode_body,
+    encode_request,
+    reply_header,
+)
 from gpuworker.testing import FakeRuntime
+
+WIDE = WorkerConfig(model=ModelConfig(model="fake"), limits=LimitsConfig(window=4))
+"""A worker that lets a session have four steps unanswered."""
+
+
+def request_frames(
+    corr: int, request: m.Request, *, epoch: int = 0, seq: int = 0, budget_us: int = 0
+) -> list[bytes]:
+    """What a client sends."""
+    return encode_request(RequestHeader(Kind.REQUEST, corr, epoch, seq, budget_us), request)
+
+
+def reply_frames(
+    corr: int, reply: m.Reply, *, epoch: int = 0, seq: int = 0, boot_id: str = "0" * 16
+) -> list[bytes]:
+    """What a worker answers."""
+    return [reply_header(ReplyHeader(Kind.REPLY, corr, epoch, seq, boot_id)), encode_body(reply)]
 
 
 @asynccontextmanager

@@ -93,6 +93,10 @@ class Hand:
             )
         )
 
+    async def resume(self) -> None:
+        """Go on after a step that did not run."""
+        await self.worker.ask(m.ResumeSteps(step_id=self.step_id))
+
     async def run(
         self,
         prompt: Sequence[int],

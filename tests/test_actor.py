@@ -121,6 +121,7 @@ async def test_status_shows_the_error_of_the_last_step() -> None:
         assert status.last_error == "step_failed: division by zero"
         assert (status.state, status.health, status.num_steps) == ("serving", "ok", 0)
         runtime.before_step = None
+        await worker.ask(m.ResumeSteps(step_id=1))
         await worker.ask(empty_step(2))
         assert (await worker.ask(m.GetStatus())).last_error == ""
 

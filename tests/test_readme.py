@@ -48,7 +48,7 @@ async def test_the_client_block_is_refused_as_it_says() -> None:
         output = await asyncio.to_thread(_run, BLOCKS[1], endpoint)
         server.cancel()
         await asyncio.wait([server])
-    assert output == "uninit\nuninit accepts init_device, shutdown\n"
+    assert output == "uninit\nuninit accepts init_device, drop_requests, shutdown\n"
 
 
 @pytest.mark.parametrize("path", re.findall(r"\]\(([A-Za-z][^)#:]*)\)", README))

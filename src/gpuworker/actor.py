@@ -1,7 +1,7 @@
 """Layer 4. The actor: one mailbox, one consumer, one device thread.
 
 Steps pipeline, moves drain. A message means what it means when its turn comes; what it means
-depends on the order of arrival and never on timing. GetStatus does not queue.
+depends on the order of arrival and never on timing. GetStatus and GetHealth do not queue.
 """
 
 from __future__ import annotations
@@ -19,27 +19,37 @@ import msgspec
 from gpuworker.config import WorkerConfig
 from gpuworker.device.thread import DeviceThread
 from gpuworker.errors import (
+    DeadlineExceeded,
+    DeviceFault,
     IllegalMessage,
     MailboxFull,
+    RequestCancelled,
+    SessionError,
     WorkerClosed,
     WorkerError,
     WorkerFaulted,
 )
-from gpuworker.lifecycle import Lifecycle, State
+from gpuworker.lifecycle import Lifecycle, Start, State
 from gpuworker.messages import (
+    DropRequests,
+    ExecuteModel,
+    GetHealth,
     GetStatus,
-    Health,
     Reply,
     ReplyT,
     Request,
     Shutdown,
-    Status,
     message_tag,
 )
+from gpuworker.permit import Permit
+from gpuworker.reports import Activity, Moment, activity_of, health_of, status_of
 from gpuworker.runtime import Runtime, create_runtime
 from gpuworker.states import TABLES
 
-__all__ = ["ActorStatistics", "GPUWorker"]
+__all__ = ["Activity", "ActorStatistics", "GPUWorker"]
+
+_ALWAYS_ACCEPTED = (Shutdown, DropRequests)
+"""What must get through although the mailbox is full."""
 
 
 class ActorStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,10 +64,11 @@ class ActorStatistics(msgspec.Struct, frozen=True, kw_only=True):
 class _Envelope:
     """A request that waits for its turn, and what its sender waits for."""
 
-    __slots__ = ("finished", "reply", "request", "scope", "since")
+    __slots__ = ("finished", "permit", "reply", "request", "scope", "since")
 
-    def __init__(self, request: Request[Any]) -> None:
+    def __init__(self, request: Request[Any], permit: Permit) -> None:
         self.request = request
+        self.permit = permit
         self.reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.scope = anyio.CancelScope()
         self.finished = asyncio.Event()
@@ -109,6 +120,8 @@ class GPUWorker:
         self._num_answered = 0
         self._num_refused = 0
         self._last_error = ""
+        self._loop_lag_s = 0.0
+        self._started = time.monotonic()
         self._runtime: Runtime
         self._lifecycle: Lifecycle[Runtime]
         self._consumer: asyncio.Task[None]
@@ -150,7 +163,8 @@ class GPUWorker:
         with anyio.CancelScope(shield=True):
             await asyncio.wait([self._consumer])  # undoes a move under way, answers the queue
             try:
-                await self._device.run(self._runtime.release_all)
+                if not self._device.is_lost:
+                    await self._device.run(self._runtime.release_all)
             finally:
                 await self._device.stop()
         if not self._consumer.cancelled():
@@ -179,13 +193,16 @@ class GPUWorker:
                     await envelope.finished.wait()
             raise
 
-    def submit(self, request: Request[ReplyT]) -> asyncio.Future[ReplyT]:
+    def submit(
+        self, request: Request[ReplyT], *, permit: Permit | None = None
+    ) -> asyncio.Future[ReplyT]:
         """Send a request without waiting; the future is what ask would return or raise.
 
         Raises MailboxFull or WorkerClosed at once. Cancelling the future withdraws a message
-        whose turn has not come, and cancels and undoes a move under way.
+        whose turn has not come, and cancels and undoes a move under way. A permit gives the
+        message a deadline, and its owner the right to revoke it until its turn has come.
         """
-        reply, envelope = self._send(request)
+        reply, envelope = self._send(request, permit)
         if envelope is not None:
             reply.add_done_callback(
                 lambda future: envelope.scope.cancel() if future.cancelled() else None
@@ -203,35 +220,38 @@ class GPUWorker:
 
     # -- sending -----------------------------------------------------------------------------
 
-    def _send(self, request: Request[Any]) -> tuple[asyncio.Future[Any], _Envelope | None]:
+    def _send(
+        self, request: Request[Any], permit: Permit | None = None
+    ) -> tuple[asyncio.Future[Any], _Envelope | None]:
         if self._lifecycle.state is State.CLOSED:
             raise _closed()
-        if type(request) is GetStatus:
+        message = type(request)
+        if message is GetStatus or message is GetHealth:
             answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-            answer.set_result(self._status())
+            report = status_of if message is GetStatus else health_of
+            answer.set_result(report(self._moment()))
             return answer, None
         self._notice_fault()
         waiting = len(self._backlog) + self._num_in_flight
-        if waiting >= self._config.supervision.mailbox_limit and type(request) is not Shutdown:
+        if waiting >= self._config.supervision.mailbox_limit and message not in _ALWAYS_ACCEPTED:
             self._num_refused += 1
             raise MailboxFull(
                 f"{waiting} messages wait, the limit is "
                 f"{self._config.supervision.mailbox_limit}; try again after a reply"
             )
+        permit = permit if permit is not None else Permit()
         if not self._backlog and self._moving is None:
-            start = self._lifecycle.live.get(type(request))
+            start = self._lifecycle.live.get(message)
             if start is not None:  # nothing is ahead of it, and it moves nothing
-                return self._start(start, request), None
-        envelope = _Envelope(request)
+                return self._start(start, request, permit), None
+        envelope = _Envelope(request, permit)
         self._backlog.append(envelope)
         self._wake.set()
         return envelope.reply, envelope
 
-    def _start(
-        self, start: Callable[[Any, Any], asyncio.Future[Any]], request: Request[Any]
-    ) -> asyncio.Future[Any]:
+    def _start(self, start: Start, request: Request[Any], permit: Permit) -> asyncio.Future[Any]:
         try:
-            reply = start(self._runtime, request)
+            reply = start(self._runtime, request, permit)
         except Exception as error:  # refused, or a fault of our own: its sender learns of it
             reply = asyncio.get_running_loop().create_future()
             reply.set_exception(error)
@@ -266,20 +286,31 @@ class GPUWorker:
 
     async def _deliver(self, envelope: _Envelope) -> None:
         message = type(envelope.request)
-        if not envelope.reply.cancelled():
+        if envelope.reply.cancelled():
+            self._refuse(envelope, RequestCancelled("withdrawn before its turn came"))
+        else:
             self._notice_fault()
             try:
                 self._lifecycle.check(message)
             except IllegalMessage as error:
                 self._num_refused += 1
-                envelope.settle(None, error)
+                self._refuse(envelope, error)
             else:
                 start = self._lifecycle.live.get(message)
                 if start is None:
                     await self._move(envelope)
                 else:  # not awaited: what is in place pipelines
-                    self._start(start, envelope.request).add_done_callback(envelope.settle_from)
+                    started = self._start(start, envelope.request, envelope.permit)
+                    started.add_done_callback(envelope.settle_from)
         envelope.finished.set()
+
+    def _refuse(self, envelope: _Envelope, error: WorkerError) -> None:
+        """Answer what is not carried out; a step in its place behind those ahead of it."""
+        if isinstance(envelope.request, ExecuteModel):
+            skipped = self._device.submit(self._runtime.skip_step, envelope.request.step_id)
+            skipped.add_done_callback(lambda _: envelope.settle(None, error))
+        else:
+            envelope.settle(None, error)
 
     async def _move(self, envelope: _Envelope) -> None:
         envelope.since = time.monotonic()
@@ -288,8 +319,11 @@ class GPUWorker:
             with envelope.scope:
                 await self._device.drain()  # the steps ahead of it finish first
                 self._notice_fault()
+                envelope.permit.start()
                 envelope.settle(await self._lifecycle.move(envelope.request), None)
                 self._last_error = ""
+        except (DeadlineExceeded, RequestCancelled, SessionError) as error:
+            envelope.settle(None, error)  # it never began
         except WorkerError as error:
             error.state = error.state or self._lifecycle.state.value
             if isinstance(error, WorkerFaulted):
@@ -307,34 +341,39 @@ class GPUWorker:
             envelope.settle(None, _closed())
             envelope.finished.set()
 
-    def _status(self) -> Status:
-        runtime, progress, now = self._runtime, self._runtime.progress, time.monotonic()
+    # -- how it is ---------------------------------------------------------------------------
+
+    def activity(self) -> Activity | None:
+        """Say what the device is busy with and since when; None when nothing runs."""
+        return activity_of(self._moment())
+
+    def give_up(self, error: DeviceFault) -> None:
+        """End the worker from outside, because its device does not come back.
+
+        The state is FAULTED, everything that waits is answered with the error, and the device
+        thread is left to itself. GetStatus, GetHealth and Shutdown still work.
+        """
+        self._runtime.progress.fault = error
+        self._device.abandon(error)
         self._notice_fault()
-        running = progress.running
-        running_s = max(now - progress.running_since, 0.0) if running is not None else 0.0
-        health: Health = "ok"
-        if self._lifecycle.state is State.FAULTED:
-            health = "faulted"
-        elif running_s > self._config.supervision.step_limit_s:
-            health = "stalled"
+
+    def note_loop_lag(self, lag_s: float) -> None:
+        """Take in how late the event loop was, for GetHealth."""
+        self._loop_lag_s = lag_s
+
+    def _moment(self) -> Moment:
+        self._notice_fault()
         moving = self._moving
-        last_step_at = progress.last_step_at
-        return Status(
-            state=self._lifecycle.state.value,
-            health=health,
-            weights=runtime.weights_truth(),
-            asleep=runtime.asleep(),
-            memory=runtime.memory(),
-            process_bytes=runtime.process_bytes(),
-            kv_epoch=runtime.kv_epoch(),
-            weight_version=runtime.weight_version(),
-            num_requests=runtime.num_requests(),
-            num_queued=len(self._backlog) + max(self._num_in_flight - (running is not None), 0),
-            num_steps=progress.num_steps,
-            running_step_id=running,
-            running_step_s=running_s,
+        return Moment(
+            state=self._lifecycle.state,
+            runtime=self._runtime,
+            supervision=self._config.supervision,
+            now=time.monotonic(),
             moving=message_tag(type(moving.request).__name__) if moving is not None else "",
-            moving_s=now - moving.since if moving is not None else 0.0,
-            last_step_s=None if last_step_at is None else now - last_step_at,
-            last_error=progress.last_error or self._last_error,
+            moving_since=moving.since if moving is not None else 0.0,
+            num_waiting=len(self._backlog),
+            num_in_flight=self._num_in_flight,
+            last_error=self._last_error,
+            loop_lag_s=self._loop_lag_s,
+            started=self._started,
         )

@@ -24,6 +24,7 @@ __all__ = [
     "ModelConfig",
     "RankConfig",
     "SleepConfig",
+    "StallAction",
     "SupervisionConfig",
     "WorkerConfig",
     "load_config",
@@ -33,6 +34,7 @@ DType = Literal["auto", "float32", "float16", "bfloat16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 DeviceKind = Literal["cpu", "cuda"]
 AttentionBackend = Literal["auto", "reference", "sdpa"]
+StallAction = Literal["report", "fault"]
 
 
 def _require(condition: bool, message: str) -> None:
@@ -153,8 +155,11 @@ class LimitsConfig(_Config, frozen=True):
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 2048
     max_logprobs: int = 20
+    window: int = 2
+    """Steps that a scheduler may have unanswered at a time, 1 to 4."""
 
     def __post_init__(self) -> None:
+        _require(1 <= self.window <= 4, f"limits.window is {self.window}; it must be in [1, 4]")
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             value: int = getattr(self, name)
             _require(value >= 1, f"limits.{name} is {value}; it must be at least 1")
@@ -174,24 +179,45 @@ class SleepConfig(_Config, frozen=True):
 
 
 class SupervisionConfig(_Config, frozen=True):
-    """Limits that turn silence into a report."""
+    """Limits that turn silence into a report, and a report into an end."""
 
     step_limit_s: float = 300.0
     """A step older than this makes the worker report itself as stalled."""
+    move_limit_s: float = 1800.0
+    """The same for a move."""
+    move_limits_s: dict[str, float] = {}
+    """Limits of single moves by the tag of their message, for example sleep = 60.0."""
+    stall_action: StallAction = "fault"
+    """What follows a stall: a report only, or after stall_grace_s the end of the worker."""
+    stall_grace_s: float = 30.0
+    drain_limit_s: float = 30.0
+    """How long an orderly end may take before the process ends regardless."""
+    faulted_linger_s: float = 60.0
+    """How long a process stays after a fault, so that the reason can be read."""
     mailbox_limit: int = 64
     """Messages that may wait; the next one is answered with MailboxFull."""
     trace_dir: str | None = None
     """Directory for traces; None refuses StartTrace."""
 
     def __post_init__(self) -> None:
-        _require(
-            self.step_limit_s > 0,
-            f"supervision.step_limit_s is {self.step_limit_s}; it must be positive",
-        )
+        _require_one_of("supervision.stall_action", self.stall_action, get_args(StallAction))
+        limits: dict[str, float] = {
+            **{name: getattr(self, name) for name in ("step_limit_s", "move_limit_s")},
+            **{f"move_limits_s.{tag}": limit for tag, limit in self.move_limits_s.items()},
+        }
+        for name, limit_s in limits.items():
+            _require(limit_s > 0, f"supervision.{name} is {limit_s}; it must be positive")
+        for name in ("stall_grace_s", "drain_limit_s", "faulted_linger_s"):
+            value: float = getattr(self, name)
+            _require(value >= 0, f"supervision.{name} is {value}; it must not be negative")
         _require(
             self.mailbox_limit >= 1,
             f"supervision.mailbox_limit is {self.mailbox_limit}; it must be at least 1",
         )
+
+    def limit_of_move_s(self, tag: str) -> float:
+        """Return the age at which the move of a message counts as stalled."""
+        return self.move_limits_s.get(tag, self.move_limit_s)
 
 
 class WorkerConfig(_Config, frozen=True):

@@ -3,17 +3,30 @@
 WorkerError                  answered by the worker
 |-- ProtocolError            the sender is wrong; nothing changed
 |   |-- MalformedMessage       bytes do not decode
+|   |   |-- MessageTooLarge      more bytes or frames than a message may have
+|   |   `-- UnsupportedVersion   another major version of the protocol
+|   |-- UnknownMessage         no message of that name
 |   |-- IllegalMessage         not accepted in this state; carries state and accepted
 |   |-- InvalidRequest         well formed, but against the configuration or a limit
 |   |-- StaleKVEpoch           the step believes in KV contents that no longer exist
-|   `-- WeightsUndefined       the weights hold no model; load them first
+|   |-- WeightsUndefined       the weights hold no model; load them first
+|   `-- SessionError           the connection may not say this now
+|       |-- NoSession            say hello first
+|       |-- StaleEpoch           another scheduler has taken over
+|       |-- Fenced               the epoch of a hello is not newer than the highest one seen
+|       |-- OutOfOrder           a step number is missing before this one
+|       `-- DuplicateExpired     an old step number whose answer is no longer kept
 |-- ConfigError              the configuration cannot work on this machine; nothing changed
 |-- CheckpointError          the model directory is not usable; nothing changed
 |   |-- CheckpointNotFound     directory, file or shard is not there
 |   |-- CheckpointMismatch     files and configuration contradict each other
 |   `-- UnsupportedModel       no decoder for this architecture or option
-|-- MailboxFull              try again; nothing changed
+|-- Busy                     try again; nothing changed
+|   `-- MailboxFull            too many messages wait
+|-- DeadlineExceeded         its time was over before its turn came; nothing changed
+|-- RequestCancelled         withdrawn before its turn came; nothing changed
 |-- StepFailed               the forward pass raised; the step's effects are undone
+|-- StepAborted              a step before it did not run; nothing changed, resume_steps goes on
 |-- ResourceError            rolled back; other numbers may work
 |   |-- OutOfDeviceMemory
 |   |-- InsufficientKVMemory
@@ -35,27 +48,40 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 __all__ = [
+    "Busy",
     "CheckpointError",
     "CheckpointMismatch",
     "CheckpointNotFound",
     "ClientError",
     "ConfigError",
     "ConnectionLost",
+    "DeadlineExceeded",
     "DeviceFault",
+    "DuplicateExpired",
+    "Fenced",
     "IllegalMessage",
     "InsufficientKVMemory",
     "InvalidRequest",
     "MailboxFull",
     "MalformedMessage",
+    "MessageTooLarge",
+    "NoSession",
     "OutOfDeviceMemory",
+    "OutOfOrder",
     "PeerLost",
     "ProtocolError",
+    "RequestCancelled",
     "RequestTimeout",
     "ResourceError",
+    "SessionError",
     "SpillFailed",
+    "StaleEpoch",
     "StaleKVEpoch",
+    "StepAborted",
     "StepFailed",
+    "UnknownMessage",
     "UnsupportedModel",
+    "UnsupportedVersion",
     "WeightsUndefined",
     "WorkerClosed",
     "WorkerError",
@@ -68,6 +94,8 @@ class WorkerError(Exception):
     """Raised when the worker answers with a failure."""
 
     code: ClassVar[str] = "worker_error"
+    retryable: ClassVar[bool] = False
+    """Whether the same message may simply be sent again."""
 
     def __init__(self, message: str, *, state: str = "", accepted: tuple[str, ...] = ()) -> None:
         super().__init__(message)
@@ -86,6 +114,24 @@ class MalformedMessage(ProtocolError):
     """Raised when bytes do not decode to a message."""
 
     code = "malformed_message"
+
+
+class MessageTooLarge(MalformedMessage):
+    """Raised when a message has more bytes or frames than the wire takes."""
+
+    code = "message_too_large"
+
+
+class UnsupportedVersion(MalformedMessage):
+    """Raised when a message speaks another major version of the protocol."""
+
+    code = "unsupported_version"
+
+
+class UnknownMessage(ProtocolError):
+    """Raised when a message has a tag that this worker does not know."""
+
+    code = "unknown_message"
 
 
 class IllegalMessage(ProtocolError):
@@ -110,6 +156,42 @@ class WeightsUndefined(ProtocolError):
     """Raised when serving is asked for while the weights hold no model."""
 
     code = "weights_undefined"
+
+
+class SessionError(ProtocolError):
+    """Raised when a connection may not say this now; the worker did nothing."""
+
+    code = "session_error"
+
+
+class NoSession(SessionError):
+    """Raised for a message that needs a session, before hello or after the lease has run out."""
+
+    code = "no_session"
+
+
+class StaleEpoch(SessionError):
+    """Raised when the session belongs to the past: another scheduler has taken over."""
+
+    code = "stale_epoch"
+
+
+class Fenced(SessionError):
+    """Raised when the epoch of a hello is not above the highest one that was ever seen."""
+
+    code = "fenced"
+
+
+class OutOfOrder(SessionError):
+    """Raised when step numbers are missing before this one; it was not accepted."""
+
+    code = "out_of_order"
+
+
+class DuplicateExpired(SessionError):
+    """Raised for a step number that was answered so long ago that the answer is gone."""
+
+    code = "duplicate_expired"
 
 
 class ConfigError(WorkerError):
@@ -142,16 +224,41 @@ class UnsupportedModel(CheckpointError):
     code = "unsupported_model"
 
 
-class MailboxFull(WorkerError):
+class Busy(WorkerError):
+    """Raised when as much is under way as may be; nothing was accepted, try after a reply."""
+
+    code = "busy"
+    retryable = True
+
+
+class MailboxFull(Busy):
     """Raised when too many messages wait; try again."""
 
     code = "mailbox_full"
+
+
+class DeadlineExceeded(WorkerError):
+    """Raised when the time of a message was over before its turn came; nothing was done."""
+
+    code = "deadline_exceeded"
+
+
+class RequestCancelled(WorkerError):
+    """Raised when a message was withdrawn before its turn came; nothing was done."""
+
+    code = "cancelled"
 
 
 class StepFailed(WorkerError):
     """Raised when the forward pass of a step raised; requests are as before the step."""
 
     code = "step_failed"
+
+
+class StepAborted(WorkerError):
+    """Raised for a step behind one that did not run, until ResumeSteps; nothing was done."""
+
+    code = "aborted"
 
 
 class ResourceError(WorkerError):

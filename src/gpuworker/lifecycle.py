@@ -21,7 +21,17 @@ from transitions import EventData
 from transitions.extensions.asyncio import AsyncMachine
 
 from gpuworker.errors import DeviceFault, IllegalMessage, WorkerFaulted
-from gpuworker.messages import REQUESTS, GetStatus, Reply, ReplyT, Request, message_tag
+from gpuworker.messages import (
+    REQUESTS,
+    SESSION_REQUESTS,
+    GetHealth,
+    GetStatus,
+    Reply,
+    ReplyT,
+    Request,
+    message_tag,
+)
+from gpuworker.permit import Permit
 
 if TYPE_CHECKING:
     import asyncio
@@ -29,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Edge",
     "Lifecycle",
+    "Start",
     "State",
     "StateTable",
     "TransitionInFlight",
@@ -89,7 +100,8 @@ class Undo:
 
 RT = TypeVar("RT")
 RequestT = TypeVar("RequestT", bound=Request[Any])
-InPlace = Callable[[RT, RequestT], "asyncio.Future[Any]"]
+InPlace = Callable[[RT, RequestT, Permit], "asyncio.Future[Any]"]
+Start = Callable[[Any, Any, Permit], "asyncio.Future[Any]"]
 Move = Callable[[RT, RequestT, Undo], Awaitable[Reply]]
 
 
@@ -109,12 +121,15 @@ class StateTable(Generic[RT]):
     def __init__(self, state: State) -> None:
         self.state = state
         self.edges: list[Edge] = []
-        self.in_place: dict[type[Request[Any]], Callable[[Any, Any], asyncio.Future[Any]]] = {}
+        self.in_place: dict[type[Request[Any]], Start] = {}
 
     def on(
         self, message: type[RequestT]
     ) -> Callable[[InPlace[RT, RequestT]], InPlace[RT, RequestT]]:
-        """Register a handler that starts work and returns its future; such work pipelines."""
+        """Register a handler that starts work and returns its future; such work pipelines.
+
+        It gets the message's permit, and starts that when the work really begins.
+        """
 
         def register(start: InPlace[RT, RequestT]) -> InPlace[RT, RequestT]:
             self._claim(message)
@@ -176,7 +191,7 @@ class Lifecycle(AsyncMachine, Generic[RT]):
                 for edge in self._edges.values()
             ],
         )
-        self.live: Mapping[type[Request[Any]], Callable[[Any, Any], asyncio.Future[Any]]]
+        self.live: Mapping[type[Request[Any]], Start]
         self._enter(State.UNINIT)
 
     def accepted(self) -> tuple[str, ...]:
@@ -273,7 +288,10 @@ def legality_table(tables: Iterable[StateTable[Any]]) -> str:
     for request in REQUESTS:
         cells = [f"`{message_tag(request.__name__)}`"]
         for table in tables:
-            if request is GetStatus:  # the actor answers it, whatever the table says
+            if request in SESSION_REQUESTS:
+                cells.append("connection")
+                continue
+            if request in (GetStatus, GetHealth):  # the actor answers, whatever the table says
                 cells.append("at once" if table.state is not State.CLOSED else "")
                 continue
             dest = {edge.message: edge.dest for edge in table.edges}.get(request)

@@ -11,9 +11,11 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
 import msgspec
 
+from gpuworker.health import HealthReport, PeerHealth, SessionHealth
 from gpuworker.replies import (
     Asleep,
     Awake,
+    Cancelled,
     Closed,
     DeviceReady,
     DummyBatchExecuted,
@@ -29,15 +31,19 @@ from gpuworker.replies import (
     ModelLoaded,
     PoolsResumed,
     Reply,
+    RequestsDropped,
     ServingStarted,
+    SessionEnded,
     Status,
     StepOutput,
+    StepsResumed,
     Tag,
     TraceStarted,
     TraceStopped,
     WarmedUp,
     WeightsReloaded,
     WeightsTruth,
+    Welcome,
     as_dict,
     message_tag,
 )
@@ -46,19 +52,27 @@ from gpuworker.step import Count, NewRequest, RequestId
 __all__ = [
     "REPLY_OF",
     "REQUESTS",
+    "SESSION_REQUESTS",
     "AllocateKVCache",
     "Asleep",
     "Awake",
+    "Cancel",
+    "Cancelled",
     "Closed",
     "DeviceReady",
+    "DropRequests",
     "DummyBatchExecuted",
+    "EndSession",
     "ExecuteDummyBatch",
     "ExecuteModel",
     "Failure",
+    "GetHealth",
     "GetKVCacheSpec",
     "GetLimits",
     "GetStatus",
     "Health",
+    "HealthReport",
+    "Hello",
     "InitDevice",
     "KVCacheAllocated",
     "KVCacheSpec",
@@ -69,20 +83,26 @@ __all__ = [
     "MemoryProfiled",
     "MemoryUse",
     "ModelLoaded",
+    "PeerHealth",
     "PoolsResumed",
     "ProfileMemory",
     "ReloadWeights",
     "Reply",
     "ReplyT",
     "Request",
+    "RequestsDropped",
     "ResumePools",
+    "ResumeSteps",
     "ServingStarted",
+    "SessionEnded",
+    "SessionHealth",
     "Shutdown",
     "Sleep",
     "StartServing",
     "StartTrace",
     "Status",
     "StepOutput",
+    "StepsResumed",
     "StopTrace",
     "Tag",
     "TraceStarted",
@@ -93,6 +113,7 @@ __all__ = [
     "WarmedUp",
     "WeightsReloaded",
     "WeightsTruth",
+    "Welcome",
     "as_dict",
     "message_tag",
 ]
@@ -111,6 +132,39 @@ class Request(
     forbid_unknown_fields=True,
 ):
     """Something the worker is told to do; answered by ReplyT or by a Failure."""
+
+
+class Hello(Request[Welcome], frozen=True):
+    """Become the worker's scheduler, in place of any earlier one.
+
+    What an earlier one had queued is revoked, its running step is waited for, its requests are
+    dropped; then this is answered. Refused with Fenced unless the epoch is above all earlier
+    ones, also those before the worker was started again.
+    """
+
+    min_version: Annotated[int, msgspec.Meta(ge=0, le=255)]
+    """Lowest and highest major version that the sender speaks."""
+    max_version: Annotated[int, msgspec.Meta(ge=0, le=255)]
+    epoch: Annotated[int, msgspec.Meta(ge=1, le=2**53 - 1)]
+    client: Annotated[str, msgspec.Meta(max_length=128)] = ""
+    """A name for people who ask who drives the worker."""
+    features: Annotated[
+        tuple[Annotated[str, msgspec.Meta(max_length=64)], ...], msgspec.Meta(max_length=32)
+    ] = ()
+    """What the sender would like to use."""
+    lease_ms: Annotated[int, msgspec.Meta(ge=0, le=86_400_000)] = 0
+    """Silence after which the session shall end; 0, never."""
+
+
+class EndSession(Request[SessionEnded], frozen=True):
+    """Give the worker up; what was accepted is still carried out."""
+
+
+class Cancel(Request[Cancelled], frozen=True):
+    """Withdraw a request of this connection that has not started; it is answered cancelled."""
+
+    corr: Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
+    """The number that the request travelled under."""
 
 
 class InitDevice(Request[DeviceReady], frozen=True):
@@ -167,6 +221,20 @@ class ExecuteModel(Request[StepOutput], frozen=True, gc=False):
     buffer: memoryview = memoryview(b"")
 
 
+class ResumeSteps(Request[StepsResumed], frozen=True):
+    """Compute steps again after one did not run; those behind it were answered aborted.
+
+    Whoever sends this knows which steps ran and which did not.
+    """
+
+    step_id: _Number
+    """The step that did not run, as a proof that its answer was seen."""
+
+
+class DropRequests(Request[RequestsDropped], frozen=True):
+    """Forget every live request, and that a step did not run."""
+
+
 class ExecuteDummyBatch(Request[DummyBatchExecuted], frozen=True):
     """Run a forward pass without requests, to keep step with the other ranks."""
 
@@ -205,11 +273,18 @@ class GetStatus(Request[Status], frozen=True):
     """Report state, residency, progress and the last error; never waits behind a step."""
 
 
+class GetHealth(Request[HealthReport], frozen=True):
+    """Report whether the worker lives, can serve and gets on; cheap, and never waits."""
+
+
 class Shutdown(Request[Closed], frozen=True):
     """Finish the steps ahead, release everything, answer whatever is queued, and close."""
 
 
 REQUESTS: tuple[type[Request[Any]], ...] = (
+    Hello,
+    EndSession,
+    Cancel,
     InitDevice,
     LoadModel,
     GetKVCacheSpec,
@@ -220,6 +295,8 @@ REQUESTS: tuple[type[Request[Any]], ...] = (
     WarmUp,
     StartServing,
     ExecuteModel,
+    ResumeSteps,
+    DropRequests,
     ExecuteDummyBatch,
     Sleep,
     ResumePools,
@@ -228,8 +305,11 @@ REQUESTS: tuple[type[Request[Any]], ...] = (
     StartTrace,
     StopTrace,
     GetStatus,
+    GetHealth,
     Shutdown,
 )
+SESSION_REQUESTS: frozenset[type[Request[Any]]] = frozenset({Hello, EndSession, Cancel})
+"""Those that a connection answers, not the worker behind it."""
 
 
 def _reply_type(request: type[Request[Any]]) -> type[Reply]:

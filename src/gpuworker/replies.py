@@ -12,6 +12,7 @@ from gpuworker.step import Count, Logprobs, Refusal
 __all__ = [
     "Asleep",
     "Awake",
+    "Cancelled",
     "Closed",
     "DeviceReady",
     "DummyBatchExecuted",
@@ -25,17 +26,22 @@ __all__ = [
     "MemoryProfiled",
     "MemoryUse",
     "ModelLoaded",
+    "Number",
     "PoolsResumed",
     "Reply",
+    "RequestsDropped",
     "ServingStarted",
+    "SessionEnded",
     "Status",
     "StepOutput",
+    "StepsResumed",
     "Tag",
     "TraceStarted",
     "TraceStopped",
     "WarmedUp",
     "WeightsReloaded",
     "WeightsTruth",
+    "Welcome",
     "as_dict",
     "message_tag",
 ]
@@ -71,8 +77,59 @@ class Failure(Reply, frozen=True):
 
     code: str
     message: str
+    """What was wrong, the limit, and the way out; at most 1000 characters."""
     state: str = ""
+    """Where the worker was, when that is the reason."""
     accepted: tuple[str, ...] = ()
+    """What it accepts there."""
+    retryable: bool = False
+    """Whether the same message may simply be sent again."""
+
+
+class Welcome(Reply, frozen=True):
+    """The sender is the worker's scheduler from now on; requests of earlier ones are gone."""
+
+    version: Number
+    """Major version that both speak."""
+    boot_id: str
+    """New with every start of the worker; every reply carries it."""
+    epoch: Number
+    state: str
+    window: Number
+    """Steps that may be unanswered at a time."""
+    num_replays: Number
+    """Answers of steps that are kept for a scheduler that asks again."""
+    lease_ms: Number
+    """Silence after which the session ends; 0, never."""
+    features: tuple[str, ...]
+    """Of those asked for, what this worker has; all of them when none was asked for."""
+    max_body_bytes: Bytes
+    events: str
+    """Endpoint of the events, or empty."""
+
+
+class SessionEnded(Reply, frozen=True):
+    """Nothing but questions is answered to this connection from now on."""
+
+
+class Cancelled(Reply, frozen=True):
+    """How far the request had come: only one that was withdrawn will not be carried out."""
+
+    outcome: Literal["withdrawn", "started", "unknown"]
+    """unknown: answered already, or never accepted."""
+
+
+class StepsResumed(Reply, frozen=True):
+    """Steps are computed again."""
+
+    next_step_id: Number
+    """The smallest step id that is accepted."""
+
+
+class RequestsDropped(Reply, frozen=True):
+    """No request is live."""
+
+    num_dropped: Number
 
 
 class DeviceReady(Reply, frozen=True):
@@ -174,6 +231,8 @@ class Limits(Reply, frozen=True):
     max_num_seqs: Number
     max_num_batched_tokens: Number
     max_logprobs: Number
+    window: Number
+    """Steps that a session may have unanswered at a time."""
     block_size: Count
     max_num_blocks: Number
     """What the profile left room for; 0 before ProfileMemory."""

@@ -15,7 +15,8 @@ from contextlib import ExitStack
 from gpuworker import messages as m
 from gpuworker.config import WorkerConfig
 from gpuworker.device.thread import DeviceThread
-from gpuworker.errors import WorkerError, WorkerFaulted
+from gpuworker.errors import InvalidRequest, StepAborted, WorkerError, WorkerFaulted
+from gpuworker.permit import Permit
 
 __all__ = ["Progress", "Runtime", "create_runtime"]
 
@@ -27,7 +28,15 @@ class Progress:
     either before or after a change.
     """
 
-    __slots__ = ("fault", "last_error", "last_step_at", "num_steps", "running", "running_since")
+    __slots__ = (
+        "aborted_after",
+        "fault",
+        "last_error",
+        "last_step_at",
+        "num_steps",
+        "running",
+        "running_since",
+    )
 
     def __init__(self) -> None:
         self.fault: WorkerFaulted | None = None
@@ -36,6 +45,8 @@ class Progress:
         self.running_since = 0.0
         self.last_step_at: float | None = None
         self.last_error = ""
+        self.aborted_after: int | None = None
+        """The step that did not run; until it is acknowledged, later ones are aborted."""
 
 
 class Runtime(ABC):
@@ -46,17 +57,31 @@ class Runtime(ABC):
         self.device = device
         self.progress = Progress()
 
-    def run_step(self, step: m.ExecuteModel) -> m.StepOutput:
-        """Run one step on the device thread and keep the progress that GetStatus reports."""
+    def run_step(self, step: m.ExecuteModel, permit: Permit) -> m.StepOutput:
+        """Run one step on the device thread and keep the progress that GetStatus reports.
+
+        A step that raises, whatever it raises, aborts those behind it until resume_steps: they
+        were put together on the assumption that it runs.
+        """
         progress = self.progress
+        if progress.aborted_after is not None:
+            raise StepAborted(
+                f"step {progress.aborted_after} did not run, and step {step.step_id} stands "
+                f"behind it; send resume_steps with step_id {progress.aborted_after} to go on"
+            )
         progress.running_since = time.monotonic()
         progress.running = step.step_id
         try:
+            permit.start()
             output = self.execute_model(step)
         except WorkerError as error:
+            progress.aborted_after = step.step_id
             progress.last_error = f"{error.code}: {error.message}"
             if isinstance(error, WorkerFaulted):
                 progress.fault = error
+            raise
+        except BaseException:
+            progress.aborted_after = step.step_id
             raise
         else:
             progress.last_error = ""
@@ -65,6 +90,22 @@ class Runtime(ABC):
             return output
         finally:
             progress.running = None
+
+    def skip_step(self, step_id: int) -> None:
+        """Note that a step in the sequence will not run; it aborts those behind it."""
+        if self.progress.aborted_after is None:
+            self.progress.aborted_after = step_id
+
+    def resume_steps(self, step_id: int) -> m.StepsResumed:
+        """Compute steps again; raises InvalidRequest unless step_id is the one that did not run."""
+        failed = self.progress.aborted_after
+        if step_id != failed:
+            raise InvalidRequest(
+                f"resume_steps names step {step_id}; "
+                + ("no step is aborted" if failed is None else f"it was {failed} that did not run")
+            )
+        self.progress.aborted_after = None
+        return m.StepsResumed(next_step_id=self.limits().next_step_id)
 
     def release_all(self) -> None:
         """Release everything in the reverse order of acquisition; safe in any state, twice too."""
@@ -170,6 +211,10 @@ class Runtime(ABC):
     @abstractmethod
     def execute_dummy_batch(self, num_tokens: int) -> m.DummyBatchExecuted:
         """Run a forward pass that touches no request and no KV block."""
+
+    @abstractmethod
+    def drop_requests(self) -> int:
+        """Forget every live request and say how many there were; step ids start anew."""
 
     # -- sleep
     @abstractmethod

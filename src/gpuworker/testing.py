@@ -55,6 +55,7 @@ class FakeRuntime(Runtime):
     def __init__(self, config: WorkerConfig, device: DeviceThread) -> None:
         super().__init__(config, device)
         self.books: dict[str, int] = {}
+        self.num_drops = 0
         self.before_step: Callable[[m.ExecuteModel], None] | None = None
         self._max_model_len = config.model.max_model_len or 1024
         self._truth: m.WeightsTruth = "undefined"
@@ -128,6 +129,7 @@ class FakeRuntime(Runtime):
             max_num_seqs=self.config.limits.max_num_seqs,
             max_num_batched_tokens=self.config.limits.max_num_batched_tokens,
             max_logprobs=self.config.limits.max_logprobs,
+            window=self.config.limits.window,
             block_size=self.config.cache.block_size,
             max_num_blocks=_MAX_BLOCKS if "budget" in self.books else 0,
             num_blocks=self._num_blocks,
@@ -210,6 +212,10 @@ class FakeRuntime(Runtime):
 
     def execute_dummy_batch(self, num_tokens: int) -> m.DummyBatchExecuted:
         return m.DummyBatchExecuted(num_tokens=num_tokens)
+
+    def drop_requests(self) -> int:
+        self.num_drops += 1
+        return 0
 
     def keep_weights(self) -> int:
         if self._kept or "weights" in self._asleep or self._truth != "defined":

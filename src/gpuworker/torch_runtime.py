@@ -181,6 +181,7 @@ class TorchRuntime(Runtime):
             eos_token_ids=source.eos_token_ids,
             max_num_seqs=self.config.limits.max_num_seqs,
             max_num_batched_tokens=self.config.limits.max_num_batched_tokens,
+            window=self.config.limits.window,
             max_logprobs=self.config.limits.max_logprobs,
             block_size=self.config.cache.block_size,
             max_num_blocks=self._max_num_blocks() if self._budget is not None else 0,
@@ -301,6 +302,9 @@ class TorchRuntime(Runtime):
         with torch.inference_mode():
             self._model()[2].dummy_run(num_tokens)
         return m.DummyBatchExecuted(num_tokens=num_tokens)
+
+    def drop_requests(self) -> int:
+        return self._runner.clear() if self._runner is not None else 0
 
     # -- sleep
 

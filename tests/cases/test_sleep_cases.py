@@ -54,6 +54,7 @@ async def test_b02_blocks_of_an_earlier_epoch_are_refused_not_computed(tiny_mode
         rows = [StepRow(0, 1, 8, [1, 2, 3])]
         with pytest.raises(StaleKVEpoch, match=f"{before}"):
             await hand.step(rows, new=[new], tokens=[*PROMPT, 5], kv_epoch=before)
+        await hand.resume()
         assert (await worker.ask(m.GetStatus())).num_requests == 0
         assert await hand.run(PROMPT, 1) == cold
 
@@ -89,6 +90,7 @@ async def test_b03_no_forward_pass_until_everything_is_resident(tiny_model: Path
         await worker.ask(m.ReloadWeights())  # weights may change in this state
         await worker.ask(m.ResumePools(tags=("kv_cache",)))
         await worker.ask(m.WakeUp())
+        await hand.resume()  # the step that was refused stands at the head of the others
         assert await hand.run(PROMPT, 4) == tokens
         assert (await worker.ask(m.ExecuteDummyBatch(num_tokens=3))).num_tokens == 3
 

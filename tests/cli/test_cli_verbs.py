@@ -43,7 +43,11 @@ def test_states_prints_the_matrix_for_people_and_programs(
     assert "| `sleep` |" in capsys.readouterr().out
     assert main(["states", "--json"]) == 0
     matrix = json.loads(capsys.readouterr().out)
-    assert matrix["uninit"] == {"init_device": "device_ready", "shutdown": "closed"}
+    assert matrix["uninit"] == {
+        "init_device": "device_ready",
+        "drop_requests": "uninit",
+        "shutdown": "closed",
+    }
     assert matrix["serving"]["execute_model"] == "serving"
 
 
@@ -186,7 +190,7 @@ def test_serve_ask_and_generate_work_together(tiny_model: Path) -> None:
         assert (status["state"], status["memory"]) == ("uninit", [])
         refused = _run("ask", at, "wake_up")
         assert refused.returncode == 1
-        assert "accepted: init_device, shutdown" in refused.stderr
+        assert "accepted: init_device, drop_requests, shutdown" in refused.stderr
         options = ("--max-tokens", "12", "--json")
         remote = _json("generate", model, "hello", "--endpoint", at, *options)
         assert isinstance(remote, dict)

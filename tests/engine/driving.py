@@ -39,6 +39,8 @@ class Run:
         self.ends.pop(name, None)
 
     def send(self) -> None:
+        if not self.flights:
+            self.device.aborted_after = None  # as a driver does with resume_steps
         while (step := self.scheduler.schedule()) is not None:
             self.flights.append(step)
 

@@ -15,11 +15,7 @@ import msgspec
 import numpy as np
 
 from gpuworker import messages as m
-from gpuworker.errors import (
-    InvalidRequest,
-    StaleKVEpoch,
-    WorkerError,
-)
+from gpuworker.errors import Busy, InvalidRequest, StaleKVEpoch, StepAborted, WorkerError
 from gpuworker.step import (
     RESUMED,
     Logprobs,
@@ -96,6 +92,7 @@ class FakeDevice:
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_blocks=num_blocks,
             max_logprobs=20,
+            window=4,
             kv_epoch=0,
             next_step_id=0,
             live_requests=(),
@@ -104,6 +101,8 @@ class FakeDevice:
         )
         self.epoch = 0
         self.num_stale = 0
+        self.aborted_after: int | None = None
+        self.num_aborted = 0
         self.slots: dict[int, _Known] = {}
         self.log: list[m.ExecuteModel] = []
         self.refuse: set[str] = set()
@@ -129,8 +128,20 @@ class FakeDevice:
         return self.epoch
 
     def execute(self, step: m.ExecuteModel) -> m.StepOutput:
-        """Run a step or raise; a raise changes nothing but the log."""
+        """Run a step or raise; a raise changes nothing but the log, and aborts what follows."""
         self.log.append(step)
+        if self.aborted_after is not None:
+            self.num_aborted += 1
+            raise StepAborted(f"step {self.aborted_after} did not run")
+        try:
+            return self._execute(step)
+        except Busy:
+            raise  # it was not even accepted
+        except WorkerError:
+            self.aborted_after = step.step_id
+            raise
+
+    def _execute(self, step: m.ExecuteModel) -> m.StepOutput:
         require(step.step_id > self._last_step_id, f"step id {step.step_id} again")
         shadowed = self._num_shadowed > 0
         self._num_shadowed -= shadowed

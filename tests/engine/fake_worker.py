@@ -46,6 +46,13 @@ class FakeWorker:
             raise WorkerClosed("the worker is closed")
         if isinstance(request, m.GetStatus):
             return cast("m.ReplyT", self._status())
+        if isinstance(request, m.GetHealth):
+            return cast("m.ReplyT", self._health())
+        if isinstance(request, m.ResumeSteps):
+            assert request.step_id == self.device.aborted_after
+            assert not self._steps
+            self.device.aborted_after = None
+            return cast("m.ReplyT", m.StepsResumed(next_step_id=0))
         if isinstance(request, m.ExecuteModel):
             return cast("m.ReplyT", await self.submit(request))
         if isinstance(request, m.GetLimits):  # no move, but behind the steps all the same
@@ -94,6 +101,27 @@ class FakeWorker:
                 future.set_result(output)
         if self._steps:
             self._soon()
+
+    def _health(self) -> m.HealthReport:
+        return m.HealthReport(
+            health="ok",
+            ready=self.state == "serving",
+            state=self.state,
+            weights="defined",
+            asleep=(),
+            num_steps=len(self.device.log),
+            running_step_id=None,
+            running_step_s=0.0,
+            moving="",
+            moving_s=0.0,
+            limit_s=0.0,
+            aborted_after=self.device.aborted_after,
+            last_step_s=None,
+            last_error="",
+            fault="",
+            loop_lag_s=0.0,
+            uptime_s=0.0,
+        )
 
     def _status(self) -> m.Status:
         return m.Status(

@@ -62,6 +62,7 @@ async def test_every_message_of_the_way_is_reported() -> None:
         max_num_seqs=4,
         max_num_batched_tokens=64,
         max_logprobs=20,
+        window=2,
         kv_epoch=0,
         next_step_id=0,
         live_requests=(),

@@ -18,10 +18,10 @@ import zmq
 from gpuworker import messages as m
 from gpuworker.errors import ConnectionLost, MailboxFull
 from gpuworker.ipc import BlockingClient, connect, default_endpoint
-from gpuworker.ipc.wire import encode_reply, failure_of
+from gpuworker.ipc.wire import failure_of
 from gpuworker.lifecycle import State
 from gpuworker.testing import empty_step, fake_worker, walk_to
-from ipc_serving import Gate, raw_router, served
+from ipc_serving import Gate, raw_router, reply_frames, served
 
 
 async def test_a_client_that_vanished_costs_nothing_but_its_reply() -> None:
@@ -128,11 +128,11 @@ async def test_a_worker_that_starts_after_its_clients_is_found() -> None:
     endpoint = default_endpoint()
 
     async def ask() -> m.Status:
-        async with connect(endpoint, connect_timeout_s=60) as remote:
+        async with connect(endpoint, observe=True, connect_timeout_s=60) as remote:
             return await remote.ask(m.GetStatus())
 
     def ask_blocking() -> m.Status:
-        with BlockingClient(endpoint, timeout_s=60, connect_timeout_s=60) as client:
+        with BlockingClient(endpoint, observe=True, timeout_s=60, connect_timeout_s=60) as client:
             return client.ask(m.GetStatus())
 
     async with asyncio.TaskGroup() as group:
@@ -144,7 +144,7 @@ async def test_a_worker_that_starts_after_its_clients_is_found() -> None:
 
 
 FULL = MailboxFull("full")
-REPLY = encode_reply(1, m.Closed())
+REPLY = reply_frames(1, m.Closed())
 UNREADABLE = {
     "one frame": [b"junk"],
     "no header": [b"junk", REPLY[1]],
@@ -157,21 +157,24 @@ UNREADABLE = {
 @pytest.mark.parametrize("answer", UNREADABLE.values(), ids=UNREADABLE.keys())
 async def test_an_answer_that_cannot_be_read_leaves_nobody_waiting(answer: list[bytes]) -> None:
     with raw_router() as (router, endpoint):
-        async with connect(endpoint) as remote:
+        async with connect(endpoint, observe=True) as remote:
             first = remote.submit(m.GetStatus())
             peer, *_ = router.recv_multipart()
             router.send_multipart([peer, *answer])
             with pytest.raises(ConnectionLost, match="unknown"):
                 await first
             second = remote.submit(m.GetStatus())
-            router.send_multipart([peer, *encode_reply(2, failure_of(FULL))])
+            router.send_multipart([peer, *reply_frames(2, failure_of(FULL))])
             with pytest.raises(MailboxFull):
                 await second
 
 
 @pytest.mark.parametrize("answer", UNREADABLE.values(), ids=UNREADABLE.keys())
 def test_the_blocking_client_survives_an_answer_that_cannot_be_read(answer: list[bytes]) -> None:
-    with raw_router() as (router, endpoint), BlockingClient(endpoint, timeout_s=20) as client:
+    with (
+        raw_router() as (router, endpoint),
+        BlockingClient(endpoint, timeout_s=20, observe=True) as client,
+    ):
         first = client.submit(m.GetStatus())
         peer, *_ = router.recv_multipart()
         router.send_multipart([peer, *answer])
@@ -179,7 +182,7 @@ def test_the_blocking_client_survives_an_answer_that_cannot_be_read(answer: list
             with pytest.raises(ConnectionLost, match="unknown"):
                 first.result()
         second = client.submit(m.GetStatus())
-        router.send_multipart([peer, *encode_reply(2, failure_of(FULL))])
+        router.send_multipart([peer, *reply_frames(2, failure_of(FULL))])
         with pytest.raises(MailboxFull):
             second.result()
 
@@ -198,12 +201,12 @@ def _wait_until_gone(endpoint: str) -> None:
 
 async def test_replies_that_came_before_the_worker_ended_count() -> None:
     with raw_router() as (router, endpoint):
-        async with connect(endpoint) as remote:
+        async with connect(endpoint, observe=True) as remote:
             replies = [remote.submit(m.Shutdown()) for _ in range(100)]
             pending = remote.submit(m.GetStatus())
             for corr in range(1, 101):
                 peer, *_ = router.recv_multipart()
-                router.send_multipart([peer, *encode_reply(corr, m.Closed())])
+                router.send_multipart([peer, *reply_frames(corr, m.Closed())])
             router.close()
             _wait_until_gone(endpoint)  # the loop stands still: replies and loss arrive together
             for reply in replies:
@@ -213,10 +216,13 @@ async def test_replies_that_came_before_the_worker_ended_count() -> None:
 
 
 def test_the_blocking_client_takes_the_reply_that_came_before_the_worker_ended() -> None:
-    with raw_router() as (router, endpoint), BlockingClient(endpoint, timeout_s=20) as client:
+    with (
+        raw_router() as (router, endpoint),
+        BlockingClient(endpoint, timeout_s=20, observe=True) as client,
+    ):
         closed, pending = client.submit(m.Shutdown()), client.submit(m.GetStatus())
         peer, *_ = router.recv_multipart()
-        router.send_multipart([peer, *encode_reply(1, m.Closed())])
+        router.send_multipart([peer, *reply_frames(1, m.Closed())])
         router.close()
         _wait_until_gone(endpoint)
         with pytest.raises(ConnectionLost):
@@ -228,7 +234,7 @@ def test_the_blocking_client_takes_the_reply_that_came_before_the_worker_ended()
 
 async def test_a_request_that_was_lost_never_reaches_the_next_worker() -> None:
     with raw_router() as (router, endpoint):
-        async with connect(endpoint) as remote:
+        async with connect(endpoint, observe=True) as remote:
             router.close()
             _wait_until_gone(endpoint)
             lost = remote.submit(m.Shutdown())  # the loop has not heard of the loss yet
@@ -240,11 +246,11 @@ async def test_a_request_that_was_lost_never_reaches_the_next_worker() -> None:
                     await lost
                 with pytest.raises(ConnectionLost, match="nothing was sent"):
                     remote.submit(m.Shutdown())  # lost is lost
-                async with connect(endpoint) as other:
+                async with connect(endpoint, observe=True) as other:
                     asked = other.submit(m.GetStatus())
                     peer, _, body = next_worker.recv_multipart()
                     assert body == b"\x91\xaaget_status"
-                    next_worker.send_multipart([peer, *encode_reply(1, failure_of(FULL))])
+                    next_worker.send_multipart([peer, *reply_frames(1, failure_of(FULL))])
                     with pytest.raises(MailboxFull):
                         await asked
 

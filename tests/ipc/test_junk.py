@@ -18,10 +18,9 @@ from zmq.utils.monitor import parse_monitor_message
 
 from gpuworker import messages as m
 from gpuworker.ipc import BlockingClient, Server, connect
-from gpuworker.ipc.wire import encode_request
 from gpuworker.lifecycle import State
 from gpuworker.testing import empty_step, fake_worker, walk_to
-from ipc_serving import served
+from ipc_serving import request_frames, served
 
 JUNK = [
     [b""],
@@ -29,13 +28,17 @@ JUNK = [
     [b"a", b"b", b"c", b"d", b"e"],
     [random.Random(0).randbytes(1000)],
     [b"GET / HTTP/1.1\r\n\r\n", b""],
-    [encode_request(1, m.Sleep())[0], msgspec.msgpack.encode([1])],
-    [encode_request(2, m.Sleep())[0], msgspec.msgpack.encode(["no_such_message"])],
-    [encode_request(3, m.Sleep())[0], msgspec.msgpack.encode(["sleep", 1, 2])],
-    [encode_request(4, m.Sleep())[0], msgspec.msgpack.encode(["allocate_kv_cache", 2**64 - 1])],
-    [encode_request(5, m.Sleep())[0], b"\x80\x05cposix\nsystem\n(S'touch /tmp/x'\ntR."],
-    [encode_request(6, m.Sleep())[0], b"\x91" * 50_000],
+    [request_frames(1, m.Sleep())[0], msgspec.msgpack.encode([1])],
+    [request_frames(5, m.Sleep())[0], b"\x80\x05cposix\nsystem\n(S'touch /tmp/x'\ntR."],
+    [request_frames(6, m.Sleep())[0], b"\x91" * 50_000],
 ]
+
+
+WRONG = {
+    "unknown_message": ["no_such_message"],
+    "invalid_request": ["sleep", 1, 2],
+}
+"""Well-formed, and answered with more than that it is junk."""
 
 
 async def _counted(server: Server, number: int) -> None:
@@ -53,13 +56,41 @@ async def test_junk_is_counted_and_the_worker_serves_on(frames: list[bytes]) -> 
             stranger.connect(endpoint)
             async with connect(endpoint) as remote:
                 await stranger.send_multipart(frames)
-                if len(frames) == 2 and frames[0].startswith(b"GW"):
+                if frames[0].startswith(b"GW"):
                     header, body = await stranger.recv_multipart()
                     assert header.startswith(b"GW\x01")
                     assert msgspec.msgpack.decode(body)[:2] == ["failure", "malformed_message"]
                 await _counted(server, 1)
                 assert (await remote.ask(m.GetStatus())).state == "serving"
                 assert (await remote.ask(empty_step(1))).step_id == 1
+
+
+@pytest.mark.parametrize("code", WRONG)
+async def test_a_message_that_is_wrong_is_answered_with_what_is_wrong(code: str) -> None:
+    async with fake_worker() as worker, served(worker) as (server, endpoint):
+        await walk_to(worker, State.SERVING)
+        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as stranger:
+            stranger.setsockopt(zmq.LINGER, 0)
+            stranger.connect(endpoint)
+            header = request_frames(2, m.Sleep())[0]
+            await stranger.send_multipart([header, msgspec.msgpack.encode(WRONG[code])])
+            _, body = await stranger.recv_multipart()
+            assert msgspec.msgpack.decode(body)[:2] == ["failure", code]
+            assert server.statistics().num_malformed == 0
+
+
+async def test_another_version_is_told_which_one_is_spoken() -> None:
+    async with fake_worker() as worker, served(worker) as (server, endpoint):
+        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as stranger:
+            stranger.setsockopt(zmq.LINGER, 0)
+            stranger.connect(endpoint)
+            await stranger.send_multipart([b"GW\x02whatever follows", b"whatever"])
+            header, body = await stranger.recv_multipart()
+            assert header[:3] == b"GW\x01"
+            failure = msgspec.msgpack.decode(body)
+            assert failure[:2] == ["failure", "unsupported_version"]
+            assert "versions 1 to 1" in failure[2]
+            assert server.statistics().num_malformed == 1
 
 
 def _resident_bytes() -> int:
@@ -117,7 +148,7 @@ RAW = {
     "http": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "random": random.Random(1).randbytes(4096),
     "zeros": bytes(4096),
-    "old protocol": _old_frames(encode_request(1, m.GetStatus())),
+    "old protocol": _old_frames(request_frames(1, m.GetStatus())),
 }
 
 
@@ -149,7 +180,7 @@ async def test_bytes_without_a_handshake_are_not_a_message(scheme: str, data: by
         assert b"GW" not in await asyncio.to_thread(stranger)
         async with connect(endpoint) as remote:
             assert (await remote.ask(empty_step(1))).step_id == 1
-        assert server.statistics().num_requests == 1
+        assert server.statistics().num_requests == 4  # health, hello, a step, the end
         assert server.statistics().num_malformed == 0
 
 

@@ -23,11 +23,11 @@ from gpuworker.errors import (
     WorkerError,
 )
 from gpuworker.ipc import BlockingClient, connect, default_endpoint
-from gpuworker.ipc.wire import MAX_BODY_BYTES, encode_request
+from gpuworker.ipc.wire import MAX_BODY_BYTES
 from gpuworker.lifecycle import State
 from gpuworker.step import StepRow, pack_step
 from gpuworker.testing import empty_step, fake_worker, walk_to
-from ipc_serving import Gate, runtime_of, served
+from ipc_serving import WIDE, Gate, request_frames, runtime_of, served
 
 
 @pytest.mark.parametrize("scheme", ["ipc", "tcp"])
@@ -64,7 +64,7 @@ async def test_errors_arrive_as_the_class_that_was_raised() -> None:
         with pytest.raises(IllegalMessage) as refusal:
             await remote.ask(m.WakeUp())
         assert refusal.value.state == "uninit"
-        assert refusal.value.accepted == ("init_device", "shutdown")
+        assert refusal.value.accepted == ("init_device", "drop_requests", "shutdown")
         await walk_to(worker, State.SERVING)
         with pytest.raises(StaleKVEpoch):
             await remote.ask(empty_step(1, kv_epoch=9))
@@ -80,7 +80,7 @@ async def test_errors_arrive_as_the_class_that_was_raised() -> None:
 
 async def test_steps_in_flight_answer_in_order_and_status_overtakes_them() -> None:
     async with (
-        fake_worker() as worker,
+        fake_worker(WIDE) as worker,
         served(worker) as (_, endpoint),
         connect(endpoint) as remote,
     ):
@@ -99,7 +99,7 @@ async def test_steps_in_flight_answer_in_order_and_status_overtakes_them() -> No
 
 
 async def test_the_blocking_client_keeps_several_requests_under_way() -> None:
-    async with fake_worker() as worker, served(worker) as (_, endpoint):
+    async with fake_worker(WIDE) as worker, served(worker) as (_, endpoint):
         await walk_to(worker, State.SERVING)
 
         def drive() -> list[int]:
@@ -112,7 +112,9 @@ async def test_the_blocking_client_keeps_several_requests_under_way() -> None:
 
 async def test_a_full_mailbox_is_told_to_the_client() -> None:
     config = WorkerConfig(
-        model=ModelConfig(model="fake"), supervision=SupervisionConfig(mailbox_limit=2)
+        model=ModelConfig(model="fake"),
+        limits=WIDE.limits,
+        supervision=SupervisionConfig(mailbox_limit=2),
     )
     async with (
         fake_worker(config) as worker,
@@ -141,10 +143,10 @@ async def test_a_reply_that_does_not_come_in_time_is_an_unknown_outcome() -> Non
 
         def blocking() -> None:
             with (
-                BlockingClient(endpoint) as client,
+                BlockingClient(endpoint, observe=True) as client,
                 pytest.raises(RequestTimeout, match="unknown"),
             ):
-                client.ask(empty_step(2), timeout_s=0.01)
+                client.ask(m.GetLimits(), timeout_s=0.01)
 
         await asyncio.to_thread(blocking)
         gate.open.set()
@@ -241,6 +243,7 @@ async def test_a_bug_in_a_handler_is_answered_and_does_not_end_the_server() -> N
         with pytest.raises(WorkerError, match="ZeroDivisionError: a bug"):
             await remote.ask(empty_step(1))
         runtime.before_step = None
+        await remote.ask(m.ResumeSteps(step_id=1))
         assert (await remote.ask(empty_step(2))).step_id == 2
 
 
@@ -253,7 +256,7 @@ async def test_what_waits_behind_shutdown_is_answered_before_the_server_ends() -
         await walk_to(worker, State.SERVING)
         gate = Gate(worker)
         step, closed = remote.submit(empty_step(1)), remote.submit(m.Shutdown())
-        later = [remote.submit(empty_step(step_id)) for step_id in range(2, 20)]
+        later = [remote.submit(m.ExecuteDummyBatch()) for _ in range(18)]
         await remote.ask(m.GetStatus())  # all of them have arrived
         gate.open.set()
         assert (await step).step_id == 1
@@ -277,7 +280,7 @@ async def test_a_client_that_does_not_read_loses_its_replies_and_holds_nobody_up
             corr = 0
             while server.statistics().num_undeliverable < 300:  # each waiting would take for ever
                 corr += 1
-                await deaf.send_multipart(encode_request(corr, m.GetStatus()))
+                await deaf.send_multipart(request_frames(corr, m.GetStatus()))
                 if corr % 100 == 0:
                     assert (await remote.ask(empty_step(corr))).step_id == corr
         assert (await remote.ask(empty_step(corr + 1))).step_id == corr + 1

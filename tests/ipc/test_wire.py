@@ -11,22 +11,53 @@ from hypothesis import strategies as st
 
 import gpuworker.errors as errors
 from gpuworker import messages as m
-from gpuworker.errors import CheckpointNotFound, MalformedMessage, WorkerError, error_class
+from gpuworker.errors import (
+    CheckpointNotFound,
+    InvalidRequest,
+    MalformedMessage,
+    MessageTooLarge,
+    ProtocolError,
+    UnknownMessage,
+    WorkerError,
+    error_class,
+)
 from gpuworker.ipc.wire import (
     MAX_BODY_BYTES,
+    MAX_BUDGET_US,
     Kind,
-    decode_header,
+    ReplyHeader,
+    RequestHeader,
     decode_reply,
+    decode_reply_header,
     decode_request,
-    encode_reply,
+    decode_request_header,
+    encode_body,
     encode_request,
     error_of,
     failure_of,
+    reply_header,
 )
 from gpuworker.step import Logprobs, NewRequest, Refusal, SamplingParams
 
 COUNT = st.integers(0, 2**31 - 1)
 NUMBER = st.integers(0, 2**63 - 1)
+HEADER_NUMBER = st.integers(0, 2**53 - 1)
+REQUEST_HEADER = st.builds(
+    RequestHeader,
+    kind=st.just(Kind.REQUEST),
+    corr=HEADER_NUMBER,
+    epoch=HEADER_NUMBER,
+    seq=HEADER_NUMBER,
+    budget_us=st.integers(0, MAX_BUDGET_US),
+)
+REPLY_HEADER = st.builds(
+    ReplyHeader,
+    kind=st.just(Kind.REPLY),
+    corr=HEADER_NUMBER,
+    epoch=HEADER_NUMBER,
+    seq=HEADER_NUMBER,
+    boot_id=st.text("0123456789abcdef", min_size=16, max_size=16),
+)
 FLOAT = st.floats(allow_nan=False)
 TEXT = st.text(max_size=20)
 BUFFER = st.binary(max_size=64).map(memoryview)
@@ -86,7 +117,23 @@ BY_FIELD = {
     "eos_token_ids": st.lists(COUNT, max_size=2).map(tuple),
     "running_step_id": st.none() | NUMBER,
     "last_step_s": st.none() | FLOAT,
+    "aborted_after": st.none() | NUMBER,
+    "features": st.lists(TEXT, max_size=2).map(tuple),
+    "outcome": st.sampled_from(["withdrawn", "started", "unknown"]),
+    "peers": st.lists(
+        st.builds(m.PeerHealth, rank=COUNT, alive=st.booleans(), silent_s=FLOAT), max_size=2
+    ).map(tuple),
+    "session": st.none()
+    | st.builds(
+        m.SessionHealth, highest_epoch=COUNT, client=TEXT, live=st.booleans(), silent_s=FLOAT
+    ),
+    "min_version": st.integers(0, 255),
+    "max_version": st.integers(0, 255),
+    "lease_ms": st.integers(0, 86_400_000),
 }
+
+
+POSITIVE = ("max_model_len", "num_blocks", "num_tokens", "epoch")
 
 
 def _strategy(cls: type[msgspec.Struct]) -> st.SearchStrategy[msgspec.Struct]:
@@ -96,7 +143,7 @@ def _strategy(cls: type[msgspec.Struct]) -> st.SearchStrategy[msgspec.Struct]:
         if field.name in BY_FIELD:
             fields[field.name] = BY_FIELD[field.name]
         elif "int" in kind:
-            low = 1 if field.name in ("max_model_len", "num_blocks", "num_tokens") else 0
+            low = 1 if field.name in POSITIVE else 0
             fields[field.name] = st.integers(low, 2**31 - 1)
         elif "float" in kind:
             fields[field.name] = FLOAT
@@ -111,25 +158,25 @@ def _strategy(cls: type[msgspec.Struct]) -> st.SearchStrategy[msgspec.Struct]:
 
 
 @pytest.mark.parametrize("message", m.REQUESTS)
-@given(data=st.data(), corr=NUMBER)
+@given(data=st.data(), header=REQUEST_HEADER)
 def test_a_request_survives_the_wire(
-    message: type[m.Request], data: st.DataObject, corr: int
+    message: type[m.Request], data: st.DataObject, header: RequestHeader
 ) -> None:
     request = data.draw(_strategy(message))
-    frames = encode_request(corr, request)
-    assert decode_header(frames, Kind.REQUEST) == corr
-    assert decode_request(frames[1]) == request
+    frames = encode_request(header, request)
+    assert decode_request_header(frames) == header
+    assert decode_request(frames) == request
 
 
 @pytest.mark.parametrize("message", m.REQUESTS)
-@given(data=st.data(), corr=NUMBER)
+@given(data=st.data(), header=REPLY_HEADER)
 def test_a_reply_or_a_failure_survives_the_wire(
-    message: type[m.Request], data: st.DataObject, corr: int
+    message: type[m.Request], data: st.DataObject, header: ReplyHeader
 ) -> None:
     for cls in (m.REPLY_OF[message], m.Failure):
         reply = data.draw(_strategy(cls))
-        frames = encode_reply(corr, reply)
-        assert decode_header(frames, Kind.REPLY) == corr
+        frames = [reply_header(header), encode_body(reply)]
+        assert decode_reply_header(frames) == header
         assert decode_reply(message, frames[1]) == reply
 
 
@@ -140,6 +187,9 @@ def test_the_table_lists_every_request_and_tags_never_change() -> None:
     assert set(leaves(m.Request)) == set(m.REQUESTS)
     assert set(m.REPLY_OF.values()) | {m.Failure} == set(leaves(m.Reply))
     assert [request.__struct_config__.tag for request in m.REQUESTS] == [
+        "hello",
+        "end_session",
+        "cancel",
         "init_device",
         "load_model",
         "get_kv_cache_spec",
@@ -150,6 +200,8 @@ def test_the_table_lists_every_request_and_tags_never_change() -> None:
         "warm_up",
         "start_serving",
         "execute_model",
+        "resume_steps",
+        "drop_requests",
         "execute_dummy_batch",
         "sleep",
         "resume_pools",
@@ -158,9 +210,13 @@ def test_the_table_lists_every_request_and_tags_never_change() -> None:
         "start_trace",
         "stop_trace",
         "get_status",
+        "get_health",
         "shutdown",
     ]
     assert [reply.__struct_config__.tag for reply in m.REPLY_OF.values()] == [
+        "welcome",
+        "session_ended",
+        "cancelled",
         "device_ready",
         "model_loaded",
         "kv_cache_spec",
@@ -171,6 +227,8 @@ def test_the_table_lists_every_request_and_tags_never_change() -> None:
         "warmed_up",
         "serving_started",
         "step_output",
+        "steps_resumed",
+        "requests_dropped",
         "dummy_batch_executed",
         "asleep",
         "pools_resumed",
@@ -179,6 +237,7 @@ def test_the_table_lists_every_request_and_tags_never_change() -> None:
         "trace_started",
         "trace_stopped",
         "status",
+        "health_report",
         "closed",
     ]
     tags = [cls.__struct_config__.tag for cls in (*leaves(m.Request), *leaves(m.Reply))]
@@ -196,18 +255,18 @@ WORKER_ERRORS = [
 @pytest.mark.parametrize("cls", WORKER_ERRORS)
 def test_an_error_comes_back_as_the_same_class(cls: type[WorkerError]) -> None:
     error = cls("what happened", state="serving", accepted=("sleep", "shutdown"))
-    frames = encode_reply(7, failure_of(error))
-    failure = decode_reply(m.Sleep, frames[1])
+    failure = decode_reply(m.Sleep, encode_body(failure_of(error)))
     assert isinstance(failure, m.Failure)
     back = error_of(failure)
     assert type(back) is cls
+    assert failure.retryable is cls.retryable
     assert (str(back), back.state, back.accepted) == (str(error), "serving", error.accepted)
 
 
 def test_a_message_with_bytes_that_are_no_text_keeps_its_class() -> None:
     path = os.fsdecode(b"/models/\xff")
-    frames = encode_reply(1, failure_of(CheckpointNotFound(f"{path} is not there")))
-    failure = decode_reply(m.LoadModel, frames[1])
+    body = encode_body(failure_of(CheckpointNotFound(f"{path} is not there")))
+    failure = decode_reply(m.LoadModel, body)
     assert isinstance(failure, m.Failure)
     error = error_of(failure)
     assert type(error) is CheckpointNotFound
@@ -219,11 +278,11 @@ def test_every_code_has_one_class() -> None:
     assert error_class("from_a_newer_worker") is WorkerError
 
 
-GOOD = encode_request(1, m.Sleep(level=1))
+HEAD = RequestHeader(Kind.REQUEST, corr=1)
+GOOD = encode_request(HEAD, m.Sleep(level=1))
 HEADERS: list[tuple[list[bytes], str]] = [
-    ([], "0"),
-    ([b"GW\x01\x92\x01\x01"], "1"),
-    ([b""] * 5, "5"),
+    ([], "GW"),
+    ([b""] * 5, "GW"),
     ([b"", b""], "GW"),
     ([b"GW", b"x"], "GW"),
     ([b"GET / HTTP/1.1", b""], "GW"),
@@ -231,65 +290,92 @@ HEADERS: list[tuple[list[bytes], str]] = [
     ([b"GW\x01", GOOD[1]], "GW"),
     ([b"GW\x01\xc1", GOOD[1]], "header"),
     ([b"GW\x01\x91\x01", GOOD[1]], "header"),
-    ([b"GW\x01\x93\x01\x01\x01", GOOD[1]], "header"),
+    ([b"GW\x01" + msgspec.msgpack.encode([1, 1, 0, 0, 0, 0]), GOOD[1]], "header"),
     ([b"GW\x01" + b"\x91" * 200, GOOD[1]], "header"),
-    ([b"GW\x01" + msgspec.msgpack.encode([1, 2**64 - 1]), GOOD[1]], "header"),
+    ([b"GW\x01" + msgspec.msgpack.encode([1, 2**53]), GOOD[1]], "header"),
+    ([b"GW\x01" + msgspec.msgpack.encode([1, 1, 0, 0, MAX_BUDGET_US + 1]), GOOD[1]], "header"),
     ([GOOD[0] + b"\x00" * 300, GOOD[1]], "256"),
-    ([GOOD[0], bytes(MAX_BODY_BYTES + 1)], str(MAX_BODY_BYTES)),
-    (encode_reply(1, m.Closed()), "kind 2"),
+    ([b"GW\x01" + msgspec.msgpack.encode([2, 1, 0, 0, 0]), GOOD[1]], "kind 2"),
 ]
 
 
 @pytest.mark.parametrize(("frames", "words"), HEADERS)
 def test_a_frame_that_is_not_ours_is_refused(frames: list[bytes], words: str) -> None:
     with pytest.raises(MalformedMessage) as refusal:
-        decode_header(frames, Kind.REQUEST)
+        decode_request_header(frames)
     assert words in str(refusal.value)
 
 
-BODIES = [
-    b"",
-    b"\xc1",
-    GOOD[1][:-1],
-    GOOD[1] + b"\x00",
-    msgspec.msgpack.encode([1]),
-    msgspec.msgpack.encode(["no_such_message"]),
-    msgspec.msgpack.encode(["sleep", 1, "extra"]),
-    msgspec.msgpack.encode(["sleep", 3]),
-    msgspec.msgpack.encode(["sleep", True]),
-    msgspec.msgpack.encode(["allocate_kv_cache", 2**64 - 1]),
-    msgspec.msgpack.encode(["allocate_kv_cache", -1]),
-    msgspec.msgpack.encode(["resume_pools", ["weights", "everything"]]),
-    msgspec.msgpack.encode({"type": "sleep"}),
-    b"\x91" * 100_000,
-    b"\x80\x05cos\nsystem\n.",
-    b"\xdd\xff\xff\xff\xff",
+@pytest.mark.parametrize(
+    ("frames", "cls"),
+    [
+        (GOOD[:1], MalformedMessage),
+        ([*GOOD, b""], MalformedMessage),
+        ([*GOOD, *[b""] * 7], MessageTooLarge),
+        ([GOOD[0], bytes(MAX_BODY_BYTES + 257)], MessageTooLarge),
+    ],
+)
+def test_too_few_or_too_many_frames_are_refused(
+    frames: list[bytes], cls: type[MalformedMessage]
+) -> None:
+    with pytest.raises(MalformedMessage) as refusal:
+        decode_request(frames)
+    assert type(refusal.value) is cls
+    with pytest.raises(cls):
+        decode_reply_header(frames)
+
+
+pack = msgspec.msgpack.encode
+BODIES: list[tuple[bytes, type[ProtocolError]]] = [
+    (b"", MalformedMessage),
+    (b"\xc1", MalformedMessage),
+    (GOOD[1][:-1], MalformedMessage),
+    (GOOD[1] + b"\x00", MalformedMessage),
+    (pack([1]), MalformedMessage),
+    (pack([]), MalformedMessage),
+    (pack({"type": "sleep"}), MalformedMessage),
+    (b"\x91" * 100_000, MalformedMessage),
+    (b"\x80\x05cos\nsystem\n.", MalformedMessage),
+    (b"\xdd\xff\xff\xff\xff", MalformedMessage),
+    (pack(["no_such_message"]), UnknownMessage),
+    (pack(["no_such_message" * 1000]), UnknownMessage),
+    (pack(["sleep", 1, "extra"]), InvalidRequest),
+    (pack(["sleep", 3]), InvalidRequest),
+    (pack(["sleep", True]), InvalidRequest),
+    (pack(["allocate_kv_cache"]), InvalidRequest),
+    (pack(["allocate_kv_cache", 2**64 - 1]), InvalidRequest),
+    (pack(["allocate_kv_cache", -1]), InvalidRequest),
+    (pack(["resume_pools", ["weights", "everything"]]), InvalidRequest),
 ]
 
 
-@pytest.mark.parametrize("body", BODIES, ids=range(len(BODIES)))
-def test_a_body_that_is_no_request_is_refused_with_a_short_reason(body: bytes) -> None:
-    with pytest.raises(MalformedMessage) as refusal:
-        decode_request(body)
-    assert 0 < len(str(refusal.value)) <= 200
+@pytest.mark.parametrize(("body", "cls"), BODIES, ids=range(len(BODIES)))
+def test_a_body_that_is_no_request_is_refused_with_a_short_reason(
+    body: bytes, cls: type[ProtocolError]
+) -> None:
+    with pytest.raises(ProtocolError) as refusal:
+        decode_request([GOOD[0], body])
+    assert type(refusal.value) is cls
+    assert 0 < len(str(refusal.value)) <= 300
     with pytest.raises(MalformedMessage):
         decode_reply(m.Sleep, body)
 
 
 @given(data=st.data())
 def test_mutated_bytes_give_a_message_or_a_malformed_message(data: st.DataObject) -> None:
-    frames = [bytearray(frame) for frame in encode_request(3, data.draw(_strategy(m.ExecuteModel)))]
+    step = data.draw(_strategy(m.ExecuteModel))
+    frames = [bytearray(frame) for frame in encode_request(HEAD, step)]
     for _ in range(data.draw(st.integers(1, 4))):
         frame = frames[data.draw(st.integers(0, 1))]
         frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
     mutated = [bytes(frame) for frame in frames]
     try:
-        decode_header(mutated, Kind.REQUEST)
-        assert type(decode_request(mutated[1])) in m.REQUESTS
-    except MalformedMessage:
+        decode_request_header(mutated)
+        assert type(decode_request(mutated)) in m.REQUESTS
+    except ProtocolError:
         pass
 
 
 def test_a_value_without_a_place_on_the_wire_is_refused_before_sending() -> None:
     with pytest.raises(MalformedMessage, match="AllocateKVCache cannot be encoded"):
-        encode_request(1, m.AllocateKVCache(num_blocks=2**70))
+        encode_request(HEAD, m.AllocateKVCache(num_blocks=2**70))

@@ -10,7 +10,7 @@ import pytest
 import gpuworker.states
 from gpuworker import messages as m
 from gpuworker.config import ModelConfig, SupervisionConfig, WorkerConfig
-from gpuworker.errors import DeviceFault, IllegalMessage, WorkerClosed
+from gpuworker.errors import DeviceFault, IllegalMessage, StaleKVEpoch, WorkerClosed
 from gpuworker.lifecycle import State
 from gpuworker.states import TABLES
 from gpuworker.testing import empty_step, fake_worker, walk_to
@@ -34,6 +34,7 @@ LEGAL: dict[State, dict[type[m.Request], State]] = {
     State.WARMED_UP: {m.StartServing: State.SERVING},
     State.SERVING: {
         m.ExecuteModel: State.SERVING,
+        m.ResumeSteps: State.SERVING,
         m.ExecuteDummyBatch: State.SERVING,
         m.StartTrace: State.SERVING,
         m.StopTrace: State.SERVING,
@@ -52,6 +53,7 @@ LEGAL: dict[State, dict[type[m.Request], State]] = {
 for state, legal in LEGAL.items():
     if state not in (State.UNINIT, State.FAULTED):
         legal[m.GetLimits] = legal[m.GetKVCacheSpec] = state
+    legal[m.DropRequests] = state
     legal[m.Shutdown] = State.CLOSED
 
 ARGUMENTS = {
@@ -59,8 +61,11 @@ ARGUMENTS = {
     m.UpdateMaxModelLen: m.UpdateMaxModelLen(max_model_len=512),
     m.ResumePools: m.ResumePools(tags=("weights", "kv_cache")),
     m.ExecuteModel: empty_step(1),
+    m.ResumeSteps: m.ResumeSteps(step_id=1),
+    m.Hello: m.Hello(min_version=1, max_version=1, epoch=1),
+    m.Cancel: m.Cancel(corr=1),
 }
-QUEUED = [request for request in m.REQUESTS if request is not m.GetStatus]
+QUEUED = [request for request in m.REQUESTS if request not in (m.GetStatus, m.GetHealth)]
 
 
 def _request(message: type[m.Request]) -> m.Request:
@@ -81,6 +86,9 @@ async def test_each_message_has_exactly_its_outcome_in_each_state(
                 await worker.ask(m.LoadModel())
         if state is State.SLEEPING and message is m.ReloadWeights:
             await worker.ask(m.ResumePools(tags=("weights",)))
+        if message is m.ResumeSteps and state is State.SERVING:
+            with pytest.raises(StaleKVEpoch):
+                await worker.ask(empty_step(1, kv_epoch=7))
         if message in LEGAL[state]:
             reply = await worker.ask(_request(message))
             assert type(reply) is m.REPLY_OF[message]
@@ -105,6 +113,9 @@ async def test_status_is_answered_in_each_live_state(state: State) -> None:
         status = await worker.ask(m.GetStatus())
         assert status.state == state.value
         assert status.health == ("faulted" if state is State.FAULTED else "ok")
+        health = await worker.ask(m.GetHealth())
+        assert (health.state, health.health) == (status.state, status.health)
+        assert health.ready is (state is State.SERVING)
 
 
 @pytest.mark.parametrize("message", m.REQUESTS)
@@ -129,7 +140,7 @@ async def test_a_fault_in_a_step_leads_to_faulted_and_shutdown_still_works() -> 
         assert worker.state is State.FAULTED
         status = await worker.ask(m.GetStatus())
         assert (status.health, status.last_error) == ("faulted", "device_fault: sticky")
-        with pytest.raises(IllegalMessage, match="accepted: shutdown"):
+        with pytest.raises(IllegalMessage, match="accepted: drop_requests, shutdown"):
             await worker.ask(empty_step(2))
         await worker.ask(m.Shutdown())
         assert worker.state is State.CLOSED

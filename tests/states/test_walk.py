@@ -14,6 +14,7 @@ from gpuworker.errors import (
     InsufficientKVMemory,
     InvalidRequest,
     StaleKVEpoch,
+    StepAborted,
     WeightsUndefined,
     WorkerError,
 )
@@ -31,11 +32,14 @@ class Model:
     asleep: set[str] = field(default_factory=set)
     epoch: int = 0
     tracing: bool = False
+    lost_step: int | None = None
 
     def expect(self, request: m.Request) -> type[WorkerError] | type[m.Reply]:
         """Advance and say how the request is answered."""
         refused = self._refusal(request)
         if refused is not None:
+            if isinstance(request, m.ExecuteModel) and self.lost_step is None:
+                self.lost_step = request.step_id
             return refused
         match request:
             case m.InitDevice():
@@ -49,7 +53,9 @@ class Model:
             case m.WarmUp():
                 self.state = "warmed_up"
             case m.StartServing():
-                self.state = "serving"
+                self.state, self.lost_step = "serving", None
+            case m.ResumeSteps() | m.DropRequests():
+                self.lost_step = None
             case m.ReloadWeights():
                 self.epoch, self.weights, self.kept = self.epoch + 1, "defined", False
             case m.Sleep(level=level):
@@ -82,6 +88,7 @@ class Model:
             "warmed_up": (m.StartServing,),
             "serving": (
                 m.ExecuteModel,
+                m.ResumeSteps,
                 m.ExecuteDummyBatch,
                 m.StartTrace,
                 m.StopTrace,
@@ -92,7 +99,7 @@ class Model:
         }[self.state]
         if self.state != "uninit":
             accepted = (*accepted, m.GetKVCacheSpec, m.GetLimits)
-        if not isinstance(request, (*accepted, m.GetStatus)):
+        if not isinstance(request, (*accepted, m.DropRequests, m.GetStatus, m.GetHealth)):
             return IllegalMessage
         match request:
             case m.LoadModel() if self.loaded:
@@ -103,6 +110,10 @@ class Model:
                 return InvalidRequest
             case m.AllocateKVCache(num_blocks=blocks) if blocks > 64:
                 return InsufficientKVMemory
+            case m.ResumeSteps(step_id=step_id) if step_id != self.lost_step:
+                return InvalidRequest
+            case m.ExecuteModel() if self.lost_step is not None:
+                return StepAborted
             case m.ExecuteModel(kv_epoch=epoch) if epoch != self.epoch:
                 return StaleKVEpoch
             case m.ReloadWeights() if "weights" in self.asleep:
@@ -113,7 +124,11 @@ class Model:
 
 
 def _draw(rng: random.Random, model: Model, step_id: int) -> m.Request:
-    message = rng.choice([r for r in m.REQUESTS if r is not m.Shutdown])
+    left_out = {*m.SESSION_REQUESTS, m.Shutdown}
+    message = rng.choice([r for r in m.REQUESTS if r not in left_out])
+    if message is m.ResumeSteps:
+        lost = model.lost_step if model.lost_step is not None else step_id
+        return m.ResumeSteps(step_id=lost + (rng.random() < 0.2))
     if message is m.AllocateKVCache:
         return m.AllocateKVCache(num_blocks=rng.choice([1, 32, 64, 65]))
     if message is m.UpdateMaxModelLen:
@@ -151,6 +166,7 @@ async def test_ten_thousand_random_messages_agree_with_the_model(seed: int) -> N
                 assert status.weights == model.weights
                 assert set(status.asleep) == model.asleep
                 assert status.kv_epoch == model.epoch
+                assert (await worker.ask(m.GetHealth())).aborted_after == model.lost_step
                 if status.state == "serving":
                     assert (status.weights, status.asleep) == ("defined", ())
                 num_messages += 1

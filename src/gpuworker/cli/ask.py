@@ -10,13 +10,24 @@ import msgspec
 
 from gpuworker.cli.options import Subparsers, add_verb
 from gpuworker.cli.output import print_json
+from gpuworker.cli.session import add_session_options, check_free
 from gpuworker.errors import ConfigError
 from gpuworker.ipc import BlockingClient
-from gpuworker.messages import REPLY_OF, REQUESTS, Request, as_dict, message_tag
+from gpuworker.ipc.session import OBSERVER_REQUESTS
+from gpuworker.messages import (
+    REPLY_OF,
+    REQUESTS,
+    SESSION_REQUESTS,
+    Request,
+    as_dict,
+    message_tag,
+)
 
 __all__ = ["add_parser", "build_request"]
 
-_BY_TAG: dict[str, type[Request[Any]]] = {message_tag(r.__name__): r for r in REQUESTS}
+_BY_TAG: dict[str, type[Request[Any]]] = {
+    message_tag(r.__name__): r for r in REQUESTS if r not in SESSION_REQUESTS
+}
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -27,7 +38,9 @@ def add_parser(subparsers: Subparsers) -> None:
         help="send one message to a worker and print its reply",
         description=(
             "Send one message to a worker and print its reply as JSON. Messages are named as on\n"
-            "the wire; their fields are a JSON object. `gpuworker ask -l` lists them all."
+            "the wire; their fields are a JSON object. `gpuworker ask -l` lists them all.\n"
+            "Questions (get_...) change nothing. Anything else is said as the worker's\n"
+            "scheduler, which is refused while another one drives it."
         ),
         examples=(
             "  gpuworker ask ipc:///tmp/w/rank0 get_status\n"
@@ -43,6 +56,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "--timeout-s", type=float, metavar="S", help="give up waiting after; default: never"
     )
     parser.add_argument("--json", action="store_true", help="on one line")
+    add_session_options(parser)
     parser.set_defaults(run=_run)
 
 
@@ -79,7 +93,16 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.endpoint is None or arguments.message is None:
         raise ConfigError("give an endpoint and a message; gpuworker ask -h shows how")
     request = build_request(arguments.message, arguments.fields)
-    with BlockingClient(arguments.endpoint, timeout_s=arguments.timeout_s) as worker:
+    is_question = type(request) in OBSERVER_REQUESTS
+    if not is_question:
+        check_free(arguments)
+    with BlockingClient(
+        arguments.endpoint,
+        observe=is_question,
+        epoch=None if is_question else arguments.epoch,
+        client="gpuworker ask",
+        timeout_s=arguments.timeout_s,
+    ) as worker:
         reply = as_dict(worker.ask(request))
     if arguments.json:
         print_json(reply)

@@ -116,7 +116,7 @@ async def _demo(arguments: argparse.Namespace, directory: Path, show: Show) -> D
     try:
         result.endpoint = process.endpoint
         show.note(f"worker process {process.pid} on {process.endpoint}")
-        async with connect(process.endpoint) as worker:
+        async with connect(process.endpoint, client="gpuworker demo") as worker:
             await _drive(worker, tokenizer, arguments, show, result)
     finally:
         if arguments.keep:

@@ -16,6 +16,7 @@ import msgspec
 from gpuworker.actor import GPUWorker
 from gpuworker.cli.options import Subparsers, add_verb, add_worker_options, worker_config
 from gpuworker.cli.output import print_json, working
+from gpuworker.cli.session import add_session_options, check_free
 from gpuworker.config import LimitsConfig, WorkerConfig
 from gpuworker.engine import Engine, StreamDecoder, Tokenizer, WorkerLike, bring_up
 from gpuworker.errors import ConfigError
@@ -82,6 +83,7 @@ def add_parser(subparsers: Subparsers) -> None:
         help="ends a text; default: the model's own",
     )
     parser.add_argument("--json", action="store_true", help="one JSON document per prompt")
+    add_session_options(parser)
     add_worker_options(parser)
     parser.set_defaults(run=_run)
 
@@ -197,7 +199,10 @@ async def stream_answer(
 @asynccontextmanager
 async def _worker(arguments: argparse.Namespace, directory: Path) -> AsyncIterator[WorkerLike]:
     if arguments.endpoint is not None:
-        async with connect(arguments.endpoint) as remote:
+        await asyncio.to_thread(check_free, arguments)
+        async with connect(
+            arguments.endpoint, epoch=arguments.epoch, client="gpuworker generate"
+        ) as remote:
             yield remote
         return
     async with GPUWorker(_config(arguments, directory)) as worker:

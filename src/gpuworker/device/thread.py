@@ -5,10 +5,15 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import anyio
+
+from gpuworker.errors import DeviceFault
 
 __all__ = ["DeviceThread"]
 
@@ -28,6 +33,19 @@ class DeviceThread:
         self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="device", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._outstanding: deque[asyncio.Future[Any]] = deque()  # in the order of submission
+        self._lost: DeviceFault | None = None
+        self._busy_since: float | None = None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the thread was given up."""
+        return self._lost is not None
+
+    @property
+    def busy_since(self) -> float | None:
+        """When the running call began, on time.monotonic; None when none runs. Any thread."""
+        return self._busy_since
 
     def start(self) -> None:
         """Bind to the running loop and start the thread."""
@@ -38,6 +56,10 @@ class DeviceThread:
         """Queue a call; the future settles on the loop, in order of submission."""
         assert self._loop is not None
         future: asyncio.Future[T] = self._loop.create_future()
+        if self._lost is not None:
+            future.set_exception(self._lost)
+            return future
+        self._outstanding.append(future)
         self._queue.put((lambda: call(*args), future))
         return future
 
@@ -49,25 +71,45 @@ class DeviceThread:
         return future.result()
 
     async def drain(self) -> None:
-        """Wait until everything submitted before has finished."""
-        await self.run(int)
+        """Wait until everything submitted before has finished, or was given up."""
+        if self._lost is None:
+            await self.run(int)
 
     async def stop(self) -> None:
-        """Finish what was submitted and end the thread."""
-        with anyio.CancelScope(shield=True):
+        """Finish what was submitted and end the thread; one that was given up is left alone."""
+        with anyio.CancelScope(shield=True), suppress(DeviceFault):
             await self.drain()
         self._queue.put(None)
-        self._thread.join()
+        if self._lost is None:
+            self._thread.join()
+
+    def abandon(self, error: DeviceFault) -> None:
+        """Give a stuck thread up: calls that wait, the running one too, and later ones fail.
+
+        Should the running call ever return, nothing that waits behind it is carried out.
+        """
+        if self._lost is not None:
+            return
+        self._lost = error
+        while self._outstanding:
+            future = self._outstanding.popleft()
+            if not future.done():
+                future.set_exception(error)
 
     def _serve(self) -> None:
         while (item := self._queue.get()) is not None:
+            if self._lost is not None:
+                continue
             call, future = item
+            self._busy_since = time.monotonic()
             try:
                 result = call()
             except BaseException as error:
                 self._settle(future, None, error)
             else:
                 self._settle(future, result, None)
+            finally:
+                self._busy_since = None
             del call, item
 
     def _settle(
@@ -76,6 +118,8 @@ class DeviceThread:
         assert self._loop is not None
 
         def settle() -> None:
+            if self._outstanding and self._outstanding[0] is future:  # else given up by now
+                self._outstanding.popleft()
             # The waiter may be gone: an abandoned step is not an error.
             if future.done():
                 return
@@ -84,4 +128,5 @@ class DeviceThread:
             else:
                 future.set_result(result)
 
-        self._loop.call_soon_threadsafe(settle)
+        if self._lost is None:  # else its future has failed, and the loop may be gone
+            self._loop.call_soon_threadsafe(settle)

@@ -28,9 +28,9 @@ from gpuworker.engine.scheduler import Scheduler
 from gpuworker.engine.takeover import end_live_requests, serving_limits
 from gpuworker.engine.worker import WorkerLike
 from gpuworker.errors import (
+    Busy,
     ClientError,
     IllegalMessage,
-    MailboxFull,
     StaleKVEpoch,
     WorkerClosed,
     WorkerError,
@@ -40,9 +40,11 @@ from gpuworker.messages import (
     Asleep,
     Awake,
     ExecuteModel,
+    GetHealth,
     GetStatus,
     Limits,
     ReloadWeights,
+    ResumeSteps,
     Sleep,
     StepOutput,
     WakeUp,
@@ -52,7 +54,7 @@ from gpuworker.step import SamplingParams
 
 __all__ = ["Engine", "GenerationDelta"]
 
-_MAILBOX_RETRY_S = 0.005
+_BUSY_RETRY_S = 0.005
 _FATAL = (WorkerFaulted, WorkerClosed, ClientError)
 _ASLEEP = object()  # the pause that lasts from sleep to wake_up
 
@@ -93,11 +95,11 @@ class Engine:
     nothing: the epoch is read again and everything is computed again.
 
     Steps that were in flight behind one that did not run were put together on the assumption
-    that it had. The worker refuses their rows that build on it, and those refusals end
-    nobody. The tokens of the other rows are delivered, because the worker keeps them too, but
-    no block of these steps enters the prefix cache. No step is sent until all of them are
-    back; then every request that is left is computed again into an empty block pool, from the
-    tokens and slots that are known to have reached the worker.
+    that it had, so the worker aborts them; that ends nobody. (One that it had not even
+    accepted, because it was busy, aborts nothing: what runs behind it is delivered, but no
+    block of it enters the prefix cache.) No step is sent until all of them are back; then the
+    worker is told to resume, and every request that is left is computed again into an empty
+    block pool, from the tokens and slots that are known to have reached the worker.
     """
 
     def __init__(self, worker: WorkerLike, *, depth: int = 2) -> None:
@@ -113,7 +115,7 @@ class Engine:
         self._landed.set()
         self._driven = asyncio.Event()  # the driver has returned
         self._pauses: set[object] = set()
-        self._retry: tuple[ExecuteModel, WorkerError] | None = None
+        self._withdrawn: list[tuple[ExecuteModel, WorkerError]] = []
         self._failure: WorkerError | ClientError | None = None
         self._phase = _Phase.NEW
         self._name = uuid.uuid4().hex[:8]  # engines that follow each other must not share ids
@@ -325,21 +327,26 @@ class Engine:
             if error is None:
                 self._deliver(self._scheduler.complete(step, future.result()))
             elif isinstance(error, WorkerError) and not isinstance(error, _FATAL):
-                if isinstance(error, (StaleKVEpoch, MailboxFull)):
-                    self._retry = (step, error)
+                self._withdrawn.append((step, error))
                 self._deliver(self._scheduler.withdraw(step, error))
             else:
                 raise error
 
     async def _prepare_retry(self) -> None:
-        """Remove what kept a step from running; nothing is in flight."""
-        if self._retry is None:
+        """Remove what kept steps from running, and resume; nothing is in flight."""
+        if not self._withdrawn:
             return
-        step, error = self._retry
-        self._retry = None
-        if isinstance(error, MailboxFull):
-            await anyio.sleep(_MAILBOX_RETRY_S)
-            return
+        withdrawn, self._withdrawn = self._withdrawn, []
+        health = await self._worker.ask(GetHealth())
+        if health.aborted_after is not None:
+            await self._worker.ask(ResumeSteps(step_id=health.aborted_after))
+        for step, error in withdrawn:
+            if isinstance(error, Busy):
+                await anyio.sleep(_BUSY_RETRY_S)
+            elif isinstance(error, StaleKVEpoch):
+                await self._follow_epoch(step, error)
+
+    async def _follow_epoch(self, step: ExecuteModel, error: StaleKVEpoch) -> None:
         status = await self._worker.ask(GetStatus())
         if status.kv_epoch == step.kv_epoch:  # the worker contradicts itself
             self._deliver(self._scheduler.fail_all(error))

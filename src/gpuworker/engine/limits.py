@@ -37,14 +37,17 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_worker(cls, limits: Limits, *, depth: int = 2) -> Self:
-        """Take the numbers from a worker's reply; its block pool must exist."""
+        """Take the numbers from a worker's reply; its block pool must exist.
+
+        No more steps are in flight than the worker's window.
+        """
         return cls(
             block_size=limits.block_size,
             num_blocks=limits.num_blocks,
             max_model_len=limits.max_model_len,
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
-            depth=depth,
+            depth=min(depth, limits.window),
         )
 
     def blocks_for(self, num_tokens: int) -> int:

@@ -18,11 +18,12 @@ from gpuworker.engine.requests import (
 )
 from gpuworker.engine.slots import SlotBook
 from gpuworker.errors import (
+    Busy,
     ClientError,
     InvalidRequest,
-    MailboxFull,
     ProtocolError,
     StaleKVEpoch,
+    StepAborted,
     StepFailed,
     WorkerError,
     error_class,
@@ -148,9 +149,9 @@ class Scheduler:
     def withdraw(self, step: ExecuteModel, error: WorkerError) -> list[Delta]:
         """Take back a step that did not run; the worker is as before it.
 
-        StepFailed ends the requests of its rows. StaleKVEpoch and MailboxFull end none, and
-        neither does a ProtocolError that may only follow from an earlier step's fate. Anything
-        else ends every request.
+        StepFailed ends the requests of its rows. StaleKVEpoch and Busy end none, and neither
+        does StepAborted or a ProtocolError that may only follow from an earlier step's fate.
+        Anything else ends every request.
         """
         flight = self._land(step)
         consequence = step.step_id <= self._last_doubtful_step_id
@@ -160,9 +161,9 @@ class Scheduler:
         if isinstance(error, StepFailed):
             rows = [row for row in flight.rows if row.request.stage is not Stage.FINISHED]
             return [self._refuse(row.request, error) for row in rows]
-        if isinstance(error, (StaleKVEpoch, MailboxFull)):
+        if isinstance(error, (StaleKVEpoch, Busy)):
             return []
-        if consequence and isinstance(error, ProtocolError):
+        if consequence and isinstance(error, (StepAborted, ProtocolError)):
             return []
         return self.fail_all(error)
 

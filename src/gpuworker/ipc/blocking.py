@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Generic, Self, cast
 
@@ -12,28 +12,39 @@ import zmq
 
 from gpuworker.errors import (
     ClientError,
+    ConfigError,
     ConnectionLost,
     MalformedMessage,
     RequestTimeout,
     WorkerError,
 )
+from gpuworker.ipc.conversation import Conversation, hello
 from gpuworker.ipc.endpoint import check_peer
 from gpuworker.ipc.monitor import EVENTS, event_of
 from gpuworker.ipc.sockets import RETRY_S, configure_client
-from gpuworker.ipc.wire import Kind, decode_header, decode_reply, encode_request, error_of
-from gpuworker.messages import Failure, Reply, ReplyT, Request
+from gpuworker.messages import (
+    Cancel,
+    Cancelled,
+    EndSession,
+    GetHealth,
+    Reply,
+    ReplyT,
+    Request,
+    Welcome,
+)
 
 __all__ = ["BlockingClient", "PendingReply"]
 
 _CONNECT_TIMEOUT_S = 10.0
+_LEAVE_TIMEOUT_S = 1.0
 
 
 class PendingReply(Generic[ReplyT]):
     """The reply of a submitted request, which may not have come yet."""
 
-    def __init__(self, client: BlockingClient, corr: int, message: type[Request[Any]]) -> None:
+    def __init__(self, client: BlockingClient, message: type[Request[Any]]) -> None:
         self._client = client
-        self._corr = corr
+        self._corr = 0
         self._message = message
         self._answer: Reply | WorkerError | ClientError | None = None
 
@@ -52,8 +63,13 @@ class PendingReply(Generic[ReplyT]):
 class BlockingClient:
     """Talks to a worker; one thread uses it. A context manager.
 
+    As a scheduler it says hello with its epoch and thereby takes the worker over from any
+    earlier one; Fenced unless the epoch is above all before, None takes the next one. With
+    observe it says none, and may only ask for health, status, limits and the KV cache's spec.
+
     Raises ConfigError for an endpoint that cannot be and ConnectionLost when no worker answers
-    there within connect_timeout_s. timeout_s limits each reply; None waits for ever. A lost
+    there within connect_timeout_s. timeout_s limits each reply; None waits for ever. lease_s:
+    silence after which the worker ends the session; nothing renews it but what is sent. A lost
     connection stays lost, because who answers next may be another worker: make a new client.
     """
 
@@ -61,13 +77,19 @@ class BlockingClient:
         self,
         endpoint: str,
         *,
+        epoch: int | None = None,
+        client: str = "",
+        observe: bool = False,
+        lease_s: float | None = None,
         timeout_s: float | None = None,
         connect_timeout_s: float = _CONNECT_TIMEOUT_S,
     ) -> None:
         self._endpoint = check_peer(endpoint)
+        if observe and (epoch is not None or lease_s is not None):
+            raise ConfigError("an observer has no session, so neither an epoch nor a lease")
         self._timeout_s = timeout_s
-        self._corr = itertools.count(1)
-        self._pending: dict[int, PendingReply[Any]] = {}
+        self._conversation: Conversation[PendingReply[Any]] = Conversation(endpoint)
+        self._welcome: Welcome | None = None
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         configure_client(self._socket, endpoint)
@@ -76,40 +98,71 @@ class BlockingClient:
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
         self._connected = self._connect(time.monotonic() + connect_timeout_s)
-        if not self._connected:
-            self.close()
-            raise ConnectionLost(
-                f"no worker answers at {endpoint} within {connect_timeout_s:g} s; is one running? "
-                "gpuworker serve starts one"
-            )
+        try:
+            if not self._connected:
+                raise ConnectionLost(
+                    f"no worker answers at {endpoint} within {connect_timeout_s:g} s; is one "
+                    "running? gpuworker serve starts one"
+                )
+            if not observe:
+                self._begin(epoch, client, lease_s)
+        except BaseException:
+            self._disconnect()
+            raise
+
+    @property
+    def welcome(self) -> Welcome | None:
+        """What the worker said to our hello; None for an observer, which says none."""
+        return self._welcome
 
     def ask(self, request: Request[ReplyT], *, timeout_s: float | None = None) -> ReplyT:
-        """Send a request and return its reply, or raise the error it was answered with."""
-        return self.submit(request).result(timeout_s)
+        """Send a request and return its reply, or raise the error it was answered with.
 
-    def submit(self, request: Request[ReplyT]) -> PendingReply[ReplyT]:
+        The worker does not start what it cannot start within timeout_s.
+        """
+        limit_s = timeout_s if timeout_s is not None else self._timeout_s
+        return self.submit(request, budget_s=limit_s).result(limit_s)
+
+    def submit(
+        self, request: Request[ReplyT], *, budget_s: float | None = None
+    ) -> PendingReply[ReplyT]:
         """Send a request at once, in order.
 
-        Raises ConnectionLost while no worker is connected, or when it does not take the request
-        within a second; nothing was sent then.
+        A request whose turn comes later than budget_s after its arrival is not started and
+        fails with DeadlineExceeded. Raises ConnectionLost while no worker is connected, or when
+        it does not take the request within a second; nothing was sent then.
         """
         self._take_what_came()
         self._notice()
         if not self._connected:
             raise ConnectionLost(f"no worker is connected at {self._endpoint}; nothing was sent")
-        corr = next(self._corr)
+        pending: PendingReply[ReplyT] = PendingReply(self, type(request))
+        pending._corr, frames = self._conversation.request(request, pending, budget_s)
         try:
-            self._socket.send_multipart(encode_request(corr, request))
+            self._socket.send_multipart(frames)
         except zmq.Again as error:
+            self._conversation.unsent(pending._corr)
             raise ConnectionLost(
                 f"the worker at {self._endpoint} does not read; nothing was sent"
             ) from error
-        pending: PendingReply[ReplyT] = PendingReply(self, corr, type(request))
-        self._pending[corr] = pending
         return pending
 
+    def cancel(self, pending: PendingReply[Any]) -> Cancelled:
+        """Withdraw a request, and say how far it had come.
+
+        One that was withdrawn fails with RequestCancelled, and steps behind it with
+        StepAborted; one that has started goes on.
+        """
+        return self.ask(Cancel(corr=pending._corr))
+
     def close(self) -> None:
-        """Close the connection; replies that have not come are lost. Idempotent."""
+        """End the session and the connection; replies that have not come are lost. Idempotent."""
+        if self._welcome is not None and not self._socket.closed:
+            with suppress(WorkerError, ClientError):  # it is gone, or somebody else's
+                self.ask(EndSession(), timeout_s=_LEAVE_TIMEOUT_S)
+        self._disconnect()
+
+    def _disconnect(self) -> None:
         if not self._socket.closed:
             self._connected = False
             self._lose(f"the connection to {self._endpoint} was closed")
@@ -145,6 +198,13 @@ class BlockingClient:
             else:
                 self._notice()
 
+    def _begin(self, epoch: int | None, client: str, lease_s: float | None) -> None:
+        if epoch is None:
+            session = self.ask(GetHealth()).session
+            epoch = (session.highest_epoch if session is not None else 0) + 1
+        self._welcome = self.ask(hello(epoch, client, lease_s))
+        self._conversation.begin(self._welcome)
+
     def _connect(self, deadline: float) -> bool:
         self._socket.connect(self._endpoint)
         while self._monitor.poll(_ms_until(deadline)):
@@ -173,30 +233,17 @@ class BlockingClient:
 
     def _take(self, frames: list[bytes]) -> None:
         try:
-            corr = decode_header(frames, Kind.REPLY)
+            came = self._conversation.reply(frames)
         except MalformedMessage as error:
             # Nobody can tell whose reply this was, so nobody may wait for it.
             self._lose(f"{self._endpoint} answers what cannot be read: {error}")
             return
-        pending = self._pending.pop(corr, None)
-        if pending is None:
-            return
-        try:
-            answer = decode_reply(pending._message, frames[1])
-        except MalformedMessage as error:
-            pending._answer = ConnectionLost(
-                f"the reply to {pending._message.__name__} cannot be read: {error}; its outcome "
-                "is unknown"
-            )
-            return
-        pending._answer = error_of(answer) if isinstance(answer, Failure) else answer
+        if came is not None:
+            came[0]._answer = came[1]
 
     def _lose(self, reason: str) -> None:
-        for pending in self._pending.values():
-            pending._answer = ConnectionLost(
-                f"{reason}; the outcome of {pending._message.__name__} is unknown"
-            )
-        self._pending.clear()
+        for pending, error in self._conversation.lose(reason):
+            pending._answer = error
 
 
 def _ms_until(deadline: float) -> int:

@@ -3,24 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any, cast
 
 import zmq
 import zmq.asyncio
 
-from gpuworker.errors import ConnectionLost, MalformedMessage, RequestTimeout
+from gpuworker.errors import (
+    ClientError,
+    ConfigError,
+    ConnectionLost,
+    MalformedMessage,
+    RequestTimeout,
+    WorkerError,
+)
+from gpuworker.ipc.conversation import Conversation, hello
 from gpuworker.ipc.endpoint import check_peer
 from gpuworker.ipc.monitor import EVENTS, event_of
 from gpuworker.ipc.sockets import RETRY_S, configure_client
-from gpuworker.ipc.wire import Kind, decode_header, decode_reply, encode_request, error_of
-from gpuworker.messages import Failure, ReplyT, Request
+from gpuworker.messages import (
+    Cancel,
+    Cancelled,
+    EndSession,
+    GetHealth,
+    Reply,
+    ReplyT,
+    Request,
+    Welcome,
+)
 
 __all__ = ["CONNECT_TIMEOUT_S", "RemoteWorker", "connect"]
 
 CONNECT_TIMEOUT_S = 10.0
+_LEAVE_TIMEOUT_S = 1.0
+_RENEWALS = 3
+"""Messages per lease of a session that is otherwise silent."""
 _READY = zmq.Event.HANDSHAKE_SUCCEEDED
 _LOST = zmq.Event.DISCONNECTED
 _RETRIED = zmq.Event.CONNECT_RETRIED
@@ -38,18 +57,25 @@ class RemoteWorker:
         self._socket = socket
         self._endpoint = endpoint
         self._timeout_s = timeout_s
-        self._corr = itertools.count(1)
-        self._pending: dict[int, tuple[type[Request[Any]], asyncio.Future[Any]]] = {}
+        self._conversation: Conversation[asyncio.Future[Any]] = Conversation(endpoint)
+        self._corr_of: dict[asyncio.Future[Any], int] = {}
         self._ready = asyncio.Event()
+        self._welcome: Welcome | None = None
+
+    @property
+    def welcome(self) -> Welcome | None:
+        """What the worker said to our hello; None for an observer, which says none."""
+        return self._welcome
 
     async def ask(self, request: Request[ReplyT], *, timeout_s: float | None = None) -> ReplyT:
         """Send a request and return its reply, or raise the error it was answered with.
 
-        timeout_s (else that of connect, else none) raises RequestTimeout. Cancelling abandons
-        the reply; the worker still carries the request out.
+        timeout_s (else that of connect, else none) raises RequestTimeout; the worker does not
+        start what it cannot start within that time. Cancelling withdraws a request whose turn
+        has not come; what has started is carried out.
         """
-        reply = self.submit(request)
         limit_s = timeout_s if timeout_s is not None else self._timeout_s
+        reply = self.submit(request, budget_s=limit_s)
         try:
             done, _ = await asyncio.wait([reply], timeout=limit_s)
         finally:
@@ -61,52 +87,84 @@ class RemoteWorker:
             )
         return reply.result()
 
-    def submit(self, request: Request[ReplyT]) -> asyncio.Future[ReplyT]:
+    def submit(
+        self, request: Request[ReplyT], *, budget_s: float | None = None
+    ) -> asyncio.Future[ReplyT]:
         """Send a request at once, in order; the future is what ask would return or raise.
 
-        Raises ConnectionLost while no worker is connected; nothing was sent then.
+        A request whose turn comes later than budget_s after its arrival is not started and
+        fails with DeadlineExceeded. Cancelling the future withdraws what has not started; see
+        cancel for how that went. Raises ConnectionLost while no worker is connected; nothing
+        was sent then.
         """
         if not self._ready.is_set():
             raise ConnectionLost(f"no worker is connected at {self._endpoint}; nothing was sent")
-        corr = next(self._corr)
-        frames = encode_request(corr, request)
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._pending[corr] = (type(request), reply)
-        reply.add_done_callback(lambda _: self._pending.pop(corr, None))
+        corr, frames = self._conversation.request(request, reply, budget_s)
+        self._corr_of[reply] = corr
         # zmq.asyncio returns a future; its stubs say awaitable. Sends keep their order.
         sent = cast("asyncio.Future[Any]", self._socket.send_multipart(frames))
-        sent.add_done_callback(lambda done: _fail_unsent(done, reply))
-        # What nobody waits for any more must not go out later, to another worker perhaps.
-        reply.add_done_callback(lambda _: sent.cancel())
+        sent.add_done_callback(partial(self._fail_unsent, corr, reply))
+        reply.add_done_callback(partial(self._settled, sent))
         return cast("asyncio.Future[ReplyT]", reply)
+
+    async def cancel(self, reply: asyncio.Future[Any]) -> Cancelled:
+        """Withdraw a request by its future, and say how far it had come.
+
+        One that was withdrawn fails with RequestCancelled, and steps behind it with
+        StepAborted; one that has started goes on.
+        """
+        corr = self._corr_of.get(reply)
+        return Cancelled(outcome="unknown") if corr is None else await self.ask(Cancel(corr=corr))
+
+    def _settled(self, sent: asyncio.Future[Any], reply: asyncio.Future[Any]) -> None:
+        corr = self._corr_of.pop(reply)
+        if reply.cancelled() and not sent.cancel() and self._ready.is_set():
+            self.submit(Cancel(corr=corr)).add_done_callback(_look_away)
+
+    def _fail_unsent(
+        self, corr: int, reply: asyncio.Future[Any], sent: asyncio.Future[Any]
+    ) -> None:
+        if sent.cancelled():
+            self._conversation.unsent(corr)
+        elif (error := sent.exception()) is not None:
+            self._conversation.unsent(corr)
+            if not reply.done():
+                reply.set_exception(
+                    ConnectionLost(f"nothing was sent, the worker does not read: {error}")
+                )
+
+    async def _begin(self, epoch: int | None, client: str, lease_s: float | None) -> None:
+        """Say hello; without an epoch, with the next one after those that the worker has seen."""
+        if epoch is None:
+            session = (await self.ask(GetHealth())).session
+            epoch = (session.highest_epoch if session is not None else 0) + 1
+        self._welcome = await self.ask(hello(epoch, client, lease_s))
+        self._conversation.begin(self._welcome)
+
+    async def _renew(self, lease_s: float) -> None:
+        while True:
+            await asyncio.sleep(lease_s / _RENEWALS)
+            if self._ready.is_set():
+                self.submit(GetHealth()).add_done_callback(_look_away)
+
+    async def _end(self) -> None:
+        """Give the session up, so that nobody thinks we are still there."""
+        with suppress(WorkerError, ClientError):  # it is gone, or somebody else's
+            await self.ask(EndSession(), timeout_s=_LEAVE_TIMEOUT_S)
 
     async def _read(self) -> None:
         # Cancelled only when the client closes: a message could be lost otherwise.
         while True:
             frames = await self._socket.recv_multipart()
             try:
-                corr = decode_header(frames, Kind.REPLY)
+                came = self._conversation.reply(frames)
             except MalformedMessage as error:
                 # Nobody can tell whose reply this was, so nobody may wait for it.
                 self._fail_pending(f"{self._endpoint} answers what cannot be read: {error}")
                 continue
-            message, reply = self._pending.get(corr, (None, None))
-            if message is None or reply is None or reply.done():
-                continue  # abandoned
-            try:
-                answer = decode_reply(message, frames[1])
-            except MalformedMessage as error:
-                reply.set_exception(
-                    ConnectionLost(
-                        f"the reply to {message.__name__} cannot be read: {error}; its outcome is "
-                        "unknown"
-                    )
-                )
-                continue
-            if isinstance(answer, Failure):
-                reply.set_exception(error_of(answer))
-            else:
-                reply.set_result(answer)
+            if came is not None:
+                _settle(*came)
 
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
         self._socket.connect(self._endpoint)
@@ -131,32 +189,52 @@ class RemoteWorker:
             await asyncio.sleep(0)
 
     def _fail_pending(self, reason: str) -> None:
-        for message, reply in list(self._pending.values()):
+        for reply, error in self._conversation.lose(reason):
             if not reply.done():
-                reply.set_exception(
-                    ConnectionLost(f"{reason}; the outcome of {message.__name__} is unknown")
-                )
+                reply.set_exception(error)
                 reply.exception()  # seen: nobody may be waiting for it
 
 
-def _fail_unsent(sent: asyncio.Future[Any], reply: asyncio.Future[Any]) -> None:
-    if not sent.cancelled() and (error := sent.exception()) is not None and not reply.done():
-        reply.set_exception(ConnectionLost(f"nothing was sent, the worker does not read: {error}"))
+def _settle(reply: asyncio.Future[Any], answer: Reply | WorkerError | ClientError) -> None:
+    if reply.done():
+        return  # abandoned
+    if isinstance(answer, (WorkerError, ClientError)):
+        reply.set_exception(answer)
+    else:
+        reply.set_result(answer)
+
+
+def _look_away(reply: asyncio.Future[Any]) -> None:
+    if not reply.cancelled():
+        reply.exception()
 
 
 @asynccontextmanager
 async def connect(
     endpoint: str,
     *,
+    epoch: int | None = None,
+    client: str = "",
+    observe: bool = False,
+    lease_s: float | None = None,
     timeout_s: float | None = None,
     connect_timeout_s: float = CONNECT_TIMEOUT_S,
 ) -> AsyncIterator[RemoteWorker]:
-    """Connect to a worker's endpoint.
+    """Connect to a worker's endpoint, as its scheduler or, with observe, as one who only asks.
 
+    A scheduler says hello with its epoch and thereby takes the worker over from any earlier
+    one; it raises Fenced unless the epoch is above all before. Take the epoch from whatever
+    decides who may schedule; None takes the next one, for programs that need no such thing. An
+    observer may ask for health, status, limits and the KV cache's spec.
+
+    lease_s: silence after which the worker ends the session; it is renewed in the background.
     timeout_s limits each ask. Raises ConfigError for an endpoint that cannot be, ConnectionLost
-    when no worker answers there within connect_timeout_s.
+    when no worker answers there within connect_timeout_s. (A hello waits for the step or move
+    that runs; connect_timeout_s does not count that.)
     """
     check_peer(endpoint)
+    if observe and (epoch is not None or lease_s is not None):
+        raise ConfigError("an observer has no session, so neither an epoch nor a lease")
     with zmq.asyncio.Context() as context:
         socket = context.socket(zmq.DEALER)
         configure_client(socket, endpoint)
@@ -175,7 +253,17 @@ async def connect(
                     f"no worker answers at {endpoint} within {connect_timeout_s:g} s; is one "
                     "running? gpuworker serve starts one"
                 ) from error
-            yield worker
+            if observe:
+                yield worker
+                return
+            await worker._begin(epoch, client, lease_s)
+            if lease_s is not None:
+                tasks.append(asyncio.create_task(worker._renew(lease_s), name="gpuworker lease"))
+            try:
+                yield worker
+            finally:
+                if worker._ready.is_set():
+                    await worker._end()
         finally:
             for task in tasks:
                 task.cancel()

@@ -10,7 +10,14 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from gpuworker.messages import REPLY_OF, REQUESTS, Failure, message_tag
+from gpuworker.messages import (
+    REPLY_OF,
+    REQUESTS,
+    Failure,
+    PeerHealth,
+    SessionHealth,
+    message_tag,
+)
 from gpuworker.replies import KVLayerSpec, MemoryUse
 from gpuworker.step import Logprobs, NewRequest, Refusal, SamplingParams
 
@@ -23,6 +30,8 @@ _PARTS: tuple[type[msgspec.Struct], ...] = (
     Logprobs,
     KVLayerSpec,
     MemoryUse,
+    SessionHealth,
+    PeerHealth,
 )
 
 
@@ -98,7 +107,13 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
 
 def _type_name(hint: Any) -> str:
     name = inspect.formatannotation(hint) if not isinstance(hint, type) else hint.__name__
-    for module in ("gpuworker.step.", "gpuworker.replies.", "gpuworker.messages.", "typing."):
+    for module in (
+        "gpuworker.step.",
+        "gpuworker.replies.",
+        "gpuworker.health.",
+        "gpuworker.messages.",
+        "typing.",
+    ):
         name = name.replace(module, "")
     return name.replace("|", "or")
 

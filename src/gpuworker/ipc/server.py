@@ -5,30 +5,63 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from gpuworker.errors import ConfigError, MalformedMessage, WorkerClosed, WorkerError
+from gpuworker.config import WorkerConfig
+from gpuworker.errors import (
+    ConfigError,
+    MalformedMessage,
+    UnsupportedVersion,
+    WorkerClosed,
+    WorkerError,
+)
 from gpuworker.ipc.endpoint import check_endpoint, ipc_path
+from gpuworker.ipc.epoch_file import EpochFile, epoch_path
+from gpuworker.ipc.ledger import NUM_REPLAYS
 from gpuworker.ipc.lock import owned
+from gpuworker.ipc.session import Call, Session, SessionBook
 from gpuworker.ipc.sockets import configure_server
 from gpuworker.ipc.wire import (
+    MAX_BODY_BYTES,
+    VERSION,
     Kind,
-    decode_header,
+    ReplyHeader,
+    RequestHeader,
     decode_request,
-    encode_reply,
+    decode_request_header,
+    encode_body,
     failure_of,
+    reply_header,
 )
-from gpuworker.messages import Closed, Reply, Request
+from gpuworker.messages import (
+    Cancel,
+    Cancelled,
+    Closed,
+    DropRequests,
+    EndSession,
+    GetHealth,
+    HealthReport,
+    Hello,
+    Reply,
+    Request,
+    SessionEnded,
+    Welcome,
+)
+from gpuworker.permit import Permit
 
-__all__ = ["Server", "ServerStatistics", "SubmitWorker", "serve"]
+__all__ = ["FEATURES", "Server", "ServerStatistics", "SubmitWorker", "serve"]
 
+FEATURES = ("replay", "cancel", "deadline")
+"""What minor versions may add to; a name that is here stays."""
 _log = logging.getLogger(__name__)
 
 _SEND_PATIENCE_S = 1.0
@@ -42,7 +75,11 @@ _LOG_INTERVAL_S = 1.0
 class SubmitWorker(Protocol):
     """What a server needs of a worker."""
 
-    def submit(self, request: Request[Any]) -> asyncio.Future[Any]:
+    @property
+    def config(self) -> WorkerConfig:
+        """The configuration the worker was given."""
+
+    def submit(self, request: Request[Any], *, permit: Permit | None = None) -> asyncio.Future[Any]:
         """Accept a request without waiting, in order; may raise a WorkerError at once."""
 
 
@@ -56,20 +93,43 @@ class ServerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Replies whose client had gone or did not read."""
 
 
+class _Letter(NamedTuple):
+    """An answer on its way out."""
+
+    peer: bytes
+    corr: int
+    seq: int
+    body: bytes
+    is_last: bool = False
+    """Whether it answers Shutdown."""
+
+
 class Server:
     """Serves one worker on one endpoint.
 
-    One task reads, decodes and submits in the order of arrival; one task encodes and sends.
-    Bytes that are no message are counted and, when they say whom to answer, answered; they
-    never end the loop. The endpoint is locked while it is served.
+    One task reads, decodes and submits in the order of arrival; one task sends. Bytes that are
+    no message are counted and, when they say whom to answer, answered; they never end the
+    loop. The endpoint is locked while it is served. Who may say what is SessionBook's affair.
     """
 
-    def __init__(self, worker: SubmitWorker, endpoint: str) -> None:
-        """Check the endpoint; raises ConfigError. Nothing is bound yet."""
+    def __init__(
+        self, worker: SubmitWorker, endpoint: str, *, epoch_file: Path | None = None
+    ) -> None:
+        """Check the endpoint; raises ConfigError. Nothing is bound yet.
+
+        epoch_file remembers the highest session epoch across restarts; None chooses a place
+        by the endpoint, see epoch_path.
+        """
         self._worker = worker
         self._endpoint = check_endpoint(endpoint)
-        self._outbox: asyncio.Queue[tuple[bytes, int, asyncio.Future[Any]]] = asyncio.Queue()
-        self._num_owed = 0
+        self._epoch_file = epoch_file if epoch_file is not None else epoch_path(endpoint)
+        self._boot_id = secrets.token_hex(8)
+        self._events = ""
+        self._book: SessionBook  # from run on, when the endpoint is ours
+        self._recording = asyncio.Lock()
+        self._greetings: set[asyncio.Task[None]] = set()
+        self._outbox: asyncio.Queue[_Letter] = asyncio.Queue()
+        self._num_pending = 0
         self._slow_peers: set[bytes] = set()
         self._next_log_s = 0.0
         self._num_requests = 0
@@ -94,6 +154,7 @@ class Server:
         another worker lives on the endpoint or it cannot be bound.
         """
         with owned(ipc_path(self._endpoint)), zmq.asyncio.Context() as context:
+            self._book = SessionBook(EpochFile(self._epoch_file), self._worker.config.limits.window)
             socket = context.socket(zmq.ROUTER)
             configure_server(socket, self._endpoint)
             try:
@@ -114,7 +175,7 @@ class Server:
                     task.result()  # a fault of ours must not look like an orderly end
                 await self._send_owed(socket)
             finally:
-                await _stop(tasks)
+                await _stop([*tasks, *self._greetings])
                 socket.close()
 
     async def _read(self, socket: zmq.asyncio.Socket) -> None:
@@ -127,48 +188,122 @@ class Server:
 
     def _accept(self, peer: bytes, frames: list[bytes]) -> None:
         try:
-            corr = decode_header(frames, Kind.REQUEST)
+            header = decode_request_header(frames)
         except MalformedMessage as error:
-            self._count_malformed(peer, error)  # nobody to answer
-            return
+            self._count_malformed(peer, error)
+            if isinstance(error, UnsupportedVersion):
+                self._post(peer, 0, 0, failure_of(error))
+            return  # otherwise nobody can be answered
         self._num_requests += 1
-        self._num_owed += 1
         try:
-            reply = self._worker.submit(decode_request(frames[1]))
+            self._take(peer, header, decode_request(frames))
         except WorkerError as error:
             if isinstance(error, MalformedMessage):
                 self._count_malformed(peer, error)
-            reply = asyncio.get_running_loop().create_future()
-            reply.set_exception(error)
-        reply.add_done_callback(partial(self._finished, peer, corr))
+            self._post(peer, header.corr, 0, failure_of(error))
 
-    def _finished(self, peer: bytes, corr: int, done: asyncio.Future[Any]) -> None:
-        self._outbox.put_nowait((peer, corr, done))
+    def _take(self, peer: bytes, header: RequestHeader, request: Request[Any]) -> None:
+        if isinstance(request, Hello):
+            self._greet(peer, header.corr, request)
+            return
+        if isinstance(request, Cancel):
+            outcome = self._book.cancel(peer, request.corr)
+            self._post(peer, header.corr, 0, Cancelled(outcome=outcome))
+            return
+        if isinstance(request, EndSession):
+            self._book.give_up(self._book.owner(peer, header))
+            self._post(peer, header.corr, 0, SessionEnded())
+            return
+        call = self._book.accept(peer, header, type(request))
+        if header.seq and not call.seq and call.session is not None:
+            body = call.session.ledger.answer_of(header.seq, header.corr)
+            if body is not None:
+                self._outbox.put_nowait(_Letter(peer, header.corr, header.seq, body))
+            return
+        reply = self._worker.submit(request, permit=call.permit)
+        self._book.begin(call)
+        self._num_pending += 1
+        reply.add_done_callback(partial(self._finished, call))
+
+    def _finished(self, call: Call, done: asyncio.Future[Any]) -> None:
+        self._num_pending -= 1
+        reply = _reply(done)
+        is_last = isinstance(reply, Closed)
+        if (stale := self._book.end(call)) is not None:
+            reply = failure_of(stale)
+        elif isinstance(reply, HealthReport):
+            reply = msgspec.structs.replace(
+                reply, boot_id=self._boot_id, session=self._book.health(), events=self._events
+            )
+        body = _body(reply)
+        self._outbox.put_nowait(_Letter(call.peer, call.corr, call.seq, body, is_last))
+        if call.seq and call.session is not None:
+            for corr in call.session.ledger.finish(call.seq, body):
+                self._outbox.put_nowait(_Letter(call.peer, corr, call.seq, body))
+
+    def _post(self, peer: bytes, corr: int, seq: int, reply: Reply) -> None:
+        self._outbox.put_nowait(_Letter(peer, corr, seq, _body(reply)))
+
+    # -- sessions ----------------------------------------------------------------------------
+
+    def _greet(self, peer: bytes, corr: int, hello: Hello) -> None:
+        if not hello.min_version <= VERSION <= hello.max_version:
+            raise UnsupportedVersion(
+                f"versions {hello.min_version} to {hello.max_version} are not spoken here; "
+                f"version {VERSION} is"
+            )
+        session = self._book.claim(peer, hello)
+        task = asyncio.create_task(self._welcome(corr, hello, session), name="gpuworker hello")
+        self._greetings.add(task)
+        task.add_done_callback(self._greetings.discard)
+
+    async def _welcome(self, corr: int, hello: Hello, session: Session) -> None:
+        try:
+            async with self._recording:  # one writer of the file at a time
+                await asyncio.to_thread(self._book.record, session)
+            await self._worker.submit(DropRequests())
+            health: HealthReport = await self._worker.submit(GetHealth())
+            self._book.welcome(session)
+        except WorkerError as error:
+            self._post(session.peer, corr, 0, failure_of(error))
+            return
+        welcome = Welcome(
+            version=VERSION,
+            boot_id=self._boot_id,
+            epoch=session.epoch,
+            state=health.state,
+            window=self._book.window,
+            num_replays=NUM_REPLAYS,
+            lease_ms=hello.lease_ms,
+            features=tuple(f for f in FEATURES if not hello.features or f in hello.features),
+            max_body_bytes=MAX_BODY_BYTES,
+            events=self._events,
+        )
+        self._post(session.peer, corr, 0, welcome)
+
+    # -- sending -----------------------------------------------------------------------------
 
     async def _send(self, socket: zmq.asyncio.Socket) -> None:
-        while not isinstance(await self._send_next(socket), Closed):
+        while not (await self._send_next(socket)).is_last:
             pass
 
     async def _send_owed(self, socket: zmq.asyncio.Socket) -> None:
         """Send the answers to what waited behind Shutdown."""
         with suppress(TimeoutError):  # a worker that does not answer it all must not hold us
             async with asyncio.timeout(_SEND_PATIENCE_S):
-                while self._num_owed:
+                while self._num_pending or not self._outbox.empty():
                     await self._send_next(socket)
 
-    async def _send_next(self, socket: zmq.asyncio.Socket) -> Reply:
-        peer, corr, done = await self._outbox.get()
-        self._num_owed -= 1
-        reply = _reply(done)
-        try:
-            frames = encode_reply(corr, reply)
-        except MalformedMessage as error:
-            frames = encode_reply(corr, failure_of(error))
-        if await self._deliver(socket, peer, frames):
+    async def _send_next(self, socket: zmq.asyncio.Socket) -> _Letter:
+        letter = await self._outbox.get()
+        header = reply_header(
+            ReplyHeader(Kind.REPLY, letter.corr, self._book.epoch, letter.seq, self._boot_id)
+        )
+        if await self._deliver(socket, letter.peer, (header, letter.body)):
             self._num_replies += 1
         else:
             self._num_undeliverable += 1
-        return reply
+        return letter
 
     async def _deliver(
         self, socket: zmq.asyncio.Socket, peer: bytes, frames: Sequence[bytes]
@@ -221,6 +356,13 @@ async def _stop(tasks: Sequence[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
+
+
+def _body(reply: Reply) -> bytes:
+    try:
+        return encode_body(reply)
+    except MalformedMessage as error:
+        return encode_body(failure_of(error))
 
 
 def _reply(done: asyncio.Future[Any]) -> Reply:

@@ -1,9 +1,11 @@
 """Layer 0. Frames and messages; the only place that knows bytes.
 
-A request travels as [header | body], a reply likewise; on the worker's socket ZeroMQ puts the
-sender's routing id before them. The header is b"GW", one byte major version, and a msgpack array
-[kind, corr]; the version can be read before anything is decoded. The body is one tagged msgpack
-array of the message table. corr is the sender's number for a request; its reply carries it back.
+A message travels as [header | body]; on the worker's socket ZeroMQ puts the sender's routing id
+before them. The header is b"GW", one byte major version, and a msgpack array: what a scheduler
+sends has [kind, corr, epoch, seq, budget_us], what a worker sends [kind, corr, epoch, seq,
+boot_id]. The version can be read before anything is decoded. The body is one tagged msgpack
+array of the message table. Every number of a header fits into a double, because some languages
+have no other numbers.
 """
 
 from __future__ import annotations
@@ -14,47 +16,106 @@ from typing import Annotated, Any, Union
 
 import msgspec
 
-from gpuworker.errors import MalformedMessage, WorkerError, error_class
+from gpuworker.errors import (
+    InvalidRequest,
+    MalformedMessage,
+    MessageTooLarge,
+    UnknownMessage,
+    UnsupportedVersion,
+    WorkerError,
+    error_class,
+)
 from gpuworker.messages import REPLY_OF, REQUESTS, Failure, Reply, Request
 
 __all__ = [
     "MAX_BODY_BYTES",
+    "MAX_BUDGET_US",
+    "MAX_FRAMES",
     "MAX_HEADER_BYTES",
+    "MAX_REASON",
     "VERSION",
+    "Answer",
     "Kind",
-    "decode_header",
+    "ReplyHeader",
+    "RequestHeader",
+    "check_frames",
     "decode_reply",
+    "decode_reply_header",
     "decode_request",
-    "encode_reply",
+    "decode_request_header",
+    "encode_body",
     "encode_request",
     "error_of",
     "failure_of",
+    "reply_header",
 ]
 
 VERSION = 1
+MAX_FRAMES = 8
+"""More are refused as too large, fewer or more than two as malformed."""
 MAX_HEADER_BYTES = 256
 MAX_BODY_BYTES = 16 << 20
+MAX_BUDGET_US = 600_000_000
+MAX_REASON = 1000
+"""Characters of an error's message."""
 _MAGIC = b"GW"
+_PREFIX = _MAGIC + bytes([VERSION])
+_MAX_DETAIL = 200
 _NUM_FRAMES = 2
-_MAX_REASON = 200
+_MAX_NUMBER = 2**53 - 1
 
 Frames = Sequence[bytes]
+Answer = tuple[bytes, bytes]
+"""Header and body."""
 
 
 class Kind(enum.IntEnum):
-    """What a body is; sessions and events will add kinds, never change these."""
+    """What a body is; later versions may add kinds, never change these."""
 
     REQUEST = 1
     REPLY = 2
+    EVENT = 3
 
 
-class _Header(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
+_Number = Annotated[int, msgspec.Meta(ge=0, le=_MAX_NUMBER)]
+
+
+class RequestHeader(
+    msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True
+):
+    """What goes before the body of a request."""
+
     kind: Annotated[int, msgspec.Meta(ge=0, le=255)]
-    corr: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    corr: _Number
+    """The sender's number for it; the reply carries it back."""
+    epoch: _Number = 0
+    """Of the sender's session; 0 without one."""
+    seq: _Number = 0
+    """From 1 on and without gaps for steps, 0 for everything else."""
+    budget_us: Annotated[int, msgspec.Meta(ge=0, le=MAX_BUDGET_US)] = 0
+    """How long after its receipt it may still start; 0, for ever."""
+
+
+class ReplyHeader(
+    msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True
+):
+    """What goes before the body of a reply."""
+
+    kind: Annotated[int, msgspec.Meta(ge=0, le=255)]
+    corr: _Number
+    epoch: _Number
+    """Of the worker's present session."""
+    seq: _Number
+    """That of the step when it was accepted; 0 when it was not, so that its number is free."""
+    boot_id: Annotated[str, msgspec.Meta(max_length=32)]
+    """New with every start of the worker."""
 
 
 _encoder = msgspec.msgpack.Encoder()
-_header_decoder = msgspec.msgpack.Decoder(_Header)
+_request_header_decoder = msgspec.msgpack.Decoder(RequestHeader)
+_reply_header_decoder = msgspec.msgpack.Decoder(ReplyHeader)
+_TAGS = frozenset(request.__struct_config__.tag for request in REQUESTS)
+_tag_decoder = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _request_decoder: msgspec.msgpack.Decoder[Request[Any]] = msgspec.msgpack.Decoder(
     Union[REQUESTS]  # noqa: UP007  # a tuple of types cannot be joined with |
 )
@@ -64,62 +125,98 @@ _reply_decoders: dict[type[Request[Any]], msgspec.msgpack.Decoder[Reply]] = {
 }
 
 
-def encode_request(corr: int, request: Request[Any]) -> list[bytes]:
+def encode_request(header: RequestHeader, request: Request[Any]) -> list[bytes]:
     """Encode a request; raises MalformedMessage when it has no place on the wire."""
-    return _encode(Kind.REQUEST, corr, request)
+    return [_frame(header), encode_body(request)]
 
 
-def encode_reply(corr: int, reply: Reply) -> list[bytes]:
-    """Encode a reply; raises MalformedMessage when it is larger than the wire takes."""
-    return _encode(Kind.REPLY, corr, reply)
-
-
-def _encode(kind: Kind, corr: int, message: msgspec.Struct) -> list[bytes]:
+def encode_body(message: msgspec.Struct) -> bytes:
+    """Encode a message without a header; raises MalformedMessage as above."""
     try:
         body = _encoder.encode(message)
     except (TypeError, ValueError, OverflowError) as error:
         raise MalformedMessage(f"{type(message).__name__} cannot be encoded: {error}") from error
     if len(body) > MAX_BODY_BYTES:
-        raise MalformedMessage(
+        raise MessageTooLarge(
             f"{type(message).__name__} has {len(body)} bytes, the limit is {MAX_BODY_BYTES}; send "
             "less at a time"
         )
-    return [_header(kind, corr), body]
+    return body
 
 
-def decode_header(frames: Frames, kind: Kind) -> int:
-    """Return corr; raises MalformedMessage for anything but two frames of our version and kind.
+def reply_header(header: ReplyHeader) -> bytes:
+    """Encode the header of a reply."""
+    return _frame(header)
 
-    Sizes are checked before a byte is decoded.
+
+def decode_request_header(frames: Frames) -> RequestHeader:
+    """Return the header of a request.
+
+    Raises UnsupportedVersion for another major version, MalformedMessage for a first frame
+    that is no header; nobody can be answered then but by corr 0. Sizes are checked before a
+    byte is decoded. The number of frames is checked by check_frames.
     """
-    if len(frames) != _NUM_FRAMES:
-        raise MalformedMessage(f"a message has {_NUM_FRAMES} frames, this one has {len(frames)}")
-    header, body = frames
-    if len(header) > MAX_HEADER_BYTES or len(body) > MAX_BODY_BYTES:
-        raise MalformedMessage(
-            f"header of {len(header)} and body of {len(body)} bytes; the limits are "
-            f"{MAX_HEADER_BYTES} and {MAX_BODY_BYTES}"
-        )
-    start = len(_MAGIC) + 1
-    if len(header) <= start or header[: len(_MAGIC)] != _MAGIC:
-        raise MalformedMessage("the header does not begin with GW and a version")
-    if header[len(_MAGIC)] != VERSION:
-        raise MalformedMessage(f"version {header[len(_MAGIC)]} is not spoken here; use {VERSION}")
+    header = frames[0] if frames else b""
+    _check_magic(header)
     try:
-        decoded = _header_decoder.decode(memoryview(header)[start:])
+        decoded = _request_header_decoder.decode(memoryview(header)[len(_MAGIC) + 1 :])
     except (msgspec.DecodeError, RecursionError) as error:
         raise MalformedMessage(f"header: {_reason(error)}") from error
-    if decoded.kind != kind:
-        raise MalformedMessage(f"kind {decoded.kind} is not expected here, {kind.value} is")
-    return decoded.corr
+    if decoded.kind != Kind.REQUEST:
+        raise MalformedMessage(f"kind {decoded.kind} is not expected here, 1 is")
+    return decoded
 
 
-def decode_request(body: bytes) -> Request[Any]:
-    """Decode a body by the table of requests; raises MalformedMessage with path and reason."""
+def decode_reply_header(frames: Frames) -> ReplyHeader:
+    """Return the header of a reply; raises MalformedMessage for anything else."""
+    check_frames(frames)
+    _check_magic(frames[0])
+    try:
+        decoded = _reply_header_decoder.decode(memoryview(frames[0])[len(_MAGIC) + 1 :])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise MalformedMessage(f"header: {_reason(error)}") from error
+    if decoded.kind != Kind.REPLY:
+        raise MalformedMessage(f"kind {decoded.kind} is not expected here, 2 is")
+    return decoded
+
+
+def check_frames(frames: Frames) -> None:
+    """Raise MessageTooLarge or MalformedMessage unless there are two frames of a fair size."""
+    if len(frames) > MAX_FRAMES or sum(map(len, frames)) > MAX_BODY_BYTES + MAX_HEADER_BYTES:
+        raise MessageTooLarge(
+            f"{len(frames)} frames with {sum(map(len, frames))} bytes; the limits are "
+            f"{_NUM_FRAMES} frames and {MAX_BODY_BYTES} bytes of body"
+        )
+    if len(frames) != _NUM_FRAMES:
+        raise MalformedMessage(f"a message has {_NUM_FRAMES} frames, this one has {len(frames)}")
+
+
+def decode_request(frames: Frames) -> Request[Any]:
+    """Decode the body of a request by the table.
+
+    Raises MessageTooLarge and MalformedMessage for bytes that are no message, UnknownMessage
+    for a tag that is not in the table, and InvalidRequest for a value that is out of place.
+    """
+    check_frames(frames)
+    body = frames[1]
     try:
         return _request_decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _refusal(body, error) from error
     except (msgspec.DecodeError, RecursionError) as error:
         raise MalformedMessage(_reason(error)) from error
+
+
+def _refusal(body: bytes, error: msgspec.ValidationError) -> WorkerError:
+    """Tell a tag that is not known from a value that is wrong."""
+    try:
+        first = _tag_decoder.decode(body)[0]
+        tag = msgspec.msgpack.decode(first, type=str)
+    except (msgspec.DecodeError, RecursionError, IndexError):
+        return MalformedMessage(f"a message is an array that begins with its tag: {_reason(error)}")
+    if tag not in _TAGS:
+        return UnknownMessage(f"there is no message {tag[:64]!r}; the version is {VERSION}")
+    return InvalidRequest(f"{tag}: {_reason(error)}")
 
 
 def decode_reply(request: type[Request[Any]], body: bytes) -> Reply:
@@ -134,7 +231,13 @@ def failure_of(error: WorkerError) -> Failure:
     """Turn an error into what travels; error_of turns it back."""
     # A path in a message may hold bytes that are no text; the wire has text only.
     message = error.message.encode("utf-8", "backslashreplace").decode()
-    return Failure(code=error.code, message=message, state=error.state, accepted=error.accepted)
+    return Failure(
+        code=error.code,
+        message=message[:MAX_REASON],
+        state=error.state,
+        accepted=error.accepted,
+        retryable=error.retryable,
+    )
 
 
 def error_of(failure: Failure) -> WorkerError:
@@ -144,9 +247,22 @@ def error_of(failure: Failure) -> WorkerError:
     )
 
 
-def _header(kind: Kind, corr: int) -> bytes:
-    return _MAGIC + bytes([VERSION]) + _encoder.encode(_Header(kind, corr))
+def _frame(header: RequestHeader | ReplyHeader) -> bytes:
+    return _PREFIX + _encoder.encode(header)
+
+
+def _check_magic(header: bytes) -> None:
+    if len(header) > MAX_HEADER_BYTES:
+        raise MalformedMessage(
+            f"a header has at most {MAX_HEADER_BYTES} bytes, this one {len(header)}"
+        )
+    if len(header) <= len(_PREFIX) or header[: len(_MAGIC)] != _MAGIC:
+        raise MalformedMessage("the header does not begin with GW and a version")
+    if header[len(_MAGIC)] != VERSION:
+        raise UnsupportedVersion(
+            f"version {header[len(_MAGIC)]} is not spoken here; versions {VERSION} to {VERSION} are"
+        )
 
 
 def _reason(error: Exception) -> str:
-    return (str(error) or type(error).__name__)[:_MAX_REASON]
+    return (str(error) or type(error).__name__)[:_MAX_DETAIL]

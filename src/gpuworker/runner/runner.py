@@ -134,10 +134,12 @@ class ModelRunner:
         old, self._max_model_len = self._max_model_len, max_model_len
         return old
 
-    def clear(self) -> None:
-        """Drop every request; step ids start anew."""
+    def clear(self) -> int:
+        """Drop every request and say how many there were; step ids start anew."""
+        num_requests = self.num_requests
         self._table.clear()
         self._last_step_id = -1
+        return num_requests
 
     # -- steps
 

@@ -15,10 +15,16 @@ from gpuworker.messages import (
     ProfileMemory,
 )
 from gpuworker.runtime import Runtime
-from gpuworker.states.common import accept_questions, accept_shutdown, require_model
+from gpuworker.states.common import (
+    accept_drop_requests,
+    accept_questions,
+    accept_shutdown,
+    require_model,
+)
 
 table: StateTable[Runtime] = StateTable(State.DEVICE_READY)
 accept_shutdown(table)
+accept_drop_requests(table)
 accept_questions(table)
 
 

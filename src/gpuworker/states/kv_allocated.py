@@ -9,10 +9,11 @@ from __future__ import annotations
 from gpuworker.lifecycle import State, StateTable, Undo
 from gpuworker.messages import WarmedUp, WarmUp
 from gpuworker.runtime import Runtime
-from gpuworker.states.common import accept_questions, accept_shutdown
+from gpuworker.states.common import accept_drop_requests, accept_questions, accept_shutdown
 
 table: StateTable[Runtime] = StateTable(State.KV_ALLOCATED)
 accept_shutdown(table)
+accept_drop_requests(table)
 accept_questions(table)
 
 

@@ -14,10 +14,11 @@ from gpuworker.messages import (
     UpdateMaxModelLen,
 )
 from gpuworker.runtime import Runtime
-from gpuworker.states.common import accept_questions, accept_shutdown
+from gpuworker.states.common import accept_drop_requests, accept_questions, accept_shutdown
 
 table: StateTable[Runtime] = StateTable(State.PROFILED)
 accept_shutdown(table)
+accept_drop_requests(table)
 accept_questions(table)
 
 

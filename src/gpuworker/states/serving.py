@@ -15,37 +15,51 @@ from gpuworker.messages import (
     ExecuteDummyBatch,
     ExecuteModel,
     ReloadWeights,
+    ResumeSteps,
     Sleep,
     StartTrace,
     StepOutput,
+    StepsResumed,
     TraceStarted,
     WeightsReloaded,
 )
+from gpuworker.permit import Permit
 from gpuworker.runtime import Runtime
-from gpuworker.states.common import accept_questions, accept_shutdown, accept_stop_trace
+from gpuworker.states.common import (
+    accept_drop_requests,
+    accept_questions,
+    accept_shutdown,
+    accept_stop_trace,
+)
 from gpuworker.states.residency import fall_asleep
 
 table: StateTable[Runtime] = StateTable(State.SERVING)
 accept_shutdown(table)
+accept_drop_requests(table)
 accept_questions(table)
 accept_stop_trace(table)
 
 
 @table.on(ExecuteModel)
-def execute_model(rt: Runtime, request: ExecuteModel) -> asyncio.Future[StepOutput]:
-    return rt.device.submit(rt.run_step, request)
+def execute_model(rt: Runtime, request: ExecuteModel, permit: Permit) -> asyncio.Future[StepOutput]:
+    return rt.device.submit(rt.run_step, request, permit)
+
+
+@table.on(ResumeSteps)
+def resume_steps(rt: Runtime, request: ResumeSteps, permit: Permit) -> asyncio.Future[StepsResumed]:
+    return rt.device.submit(permit.guard(lambda: rt.resume_steps(request.step_id)))
 
 
 @table.on(ExecuteDummyBatch)
 def execute_dummy_batch(
-    rt: Runtime, request: ExecuteDummyBatch
+    rt: Runtime, request: ExecuteDummyBatch, permit: Permit
 ) -> asyncio.Future[DummyBatchExecuted]:
-    return rt.device.submit(rt.execute_dummy_batch, request.num_tokens)
+    return rt.device.submit(permit.guard(lambda: rt.execute_dummy_batch(request.num_tokens)))
 
 
 @table.on(StartTrace)
-def start_trace(rt: Runtime, request: StartTrace) -> asyncio.Future[TraceStarted]:
-    return rt.device.submit(lambda: TraceStarted(changed=rt.start_trace()))
+def start_trace(rt: Runtime, request: StartTrace, permit: Permit) -> asyncio.Future[TraceStarted]:
+    return rt.device.submit(permit.guard(lambda: TraceStarted(changed=rt.start_trace())))
 
 
 @table.moves(ReloadWeights, to=State.SERVING)

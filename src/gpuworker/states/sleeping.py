@@ -24,11 +24,17 @@ from gpuworker.messages import (
     WeightsReloaded,
 )
 from gpuworker.runtime import Runtime
-from gpuworker.states.common import accept_questions, accept_shutdown, accept_stop_trace
+from gpuworker.states.common import (
+    accept_drop_requests,
+    accept_questions,
+    accept_shutdown,
+    accept_stop_trace,
+)
 from gpuworker.states.residency import fall_asleep
 
 table: StateTable[Runtime] = StateTable(State.SLEEPING)
 accept_shutdown(table)
+accept_drop_requests(table)
 accept_questions(table)
 accept_stop_trace(table)
 

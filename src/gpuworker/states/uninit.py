@@ -9,10 +9,11 @@ from __future__ import annotations
 from gpuworker.lifecycle import State, StateTable, Undo
 from gpuworker.messages import DeviceReady, InitDevice
 from gpuworker.runtime import Runtime
-from gpuworker.states.common import accept_shutdown
+from gpuworker.states.common import accept_drop_requests, accept_shutdown
 
 table: StateTable[Runtime] = StateTable(State.UNINIT)
 accept_shutdown(table)
+accept_drop_requests(table)
 
 
 @table.moves(InitDevice, to=State.DEVICE_READY)

@@ -9,10 +9,11 @@ from __future__ import annotations
 from gpuworker.lifecycle import State, StateTable, Undo
 from gpuworker.messages import ServingStarted, StartServing
 from gpuworker.runtime import Runtime
-from gpuworker.states.common import accept_questions, accept_shutdown
+from gpuworker.states.common import accept_drop_requests, accept_questions, accept_shutdown
 
 table: StateTable[Runtime] = StateTable(State.WARMED_UP)
 accept_shutdown(table)
+accept_drop_requests(table)
 accept_questions(table)
 
 
@@ -20,4 +21,5 @@ accept_questions(table)
 async def start_serving(rt: Runtime, request: StartServing, undo: Undo) -> ServingStarted:
     reply = await rt.device.run(rt.start_serving)
     undo.push(rt.device.run, rt.stop_serving)
+    rt.progress.aborted_after = None  # the sequence of steps begins here
     return reply
