@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from gpuworker.config import WorkerConfig
 from gpuworker.errors import (
@@ -28,6 +26,8 @@ from gpuworker.ipc.endpoint import check_endpoint, ipc_path
 from gpuworker.ipc.epoch_file import EpochFile, epoch_path
 from gpuworker.ipc.ledger import NUM_REPLAYS
 from gpuworker.ipc.lock import owned
+from gpuworker.ipc.loop_socket import LoopSocket
+from gpuworker.ipc.sender import Letter, Sender
 from gpuworker.ipc.session import Call, Session, SessionBook
 from gpuworker.ipc.sockets import configure_server
 from gpuworker.ipc.wire import (
@@ -64,10 +64,7 @@ FEATURES = ("replay", "cancel", "deadline")
 """What minor versions may add to; a name that is here stays."""
 _log = logging.getLogger(__name__)
 
-_SEND_PATIENCE_S = 1.0
-_SEND_RETRY_S = 0.002
-_BURST = 16
-"""Messages that are read before the others on the event loop get their turn."""
+_OWED_PATIENCE_S = 1.0
 _LOG_INTERVAL_S = 1.0
 """Malformed messages are logged at most this often; all are counted."""
 
@@ -93,23 +90,13 @@ class ServerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Replies whose client had gone or did not read."""
 
 
-class _Letter(NamedTuple):
-    """An answer on its way out."""
-
-    peer: bytes
-    corr: int
-    seq: int
-    body: bytes
-    is_last: bool = False
-    """Whether it answers Shutdown."""
-
-
 class Server:
     """Serves one worker on one endpoint.
 
-    One task reads, decodes and submits in the order of arrival; one task sends. Bytes that are
-    no message are counted and, when they say whom to answer, answered; they never end the
-    loop. The endpoint is locked while it is served. Who may say what is SessionBook's affair.
+    It decodes and submits in the order of arrival, and sends each answer as soon as it is
+    there. Bytes that are no message are counted and, when they say whom to answer, answered;
+    they never end it. The endpoint is locked while it is served. Who may say what is
+    SessionBook's affair.
     """
 
     def __init__(
@@ -128,22 +115,19 @@ class Server:
         self._book: SessionBook  # from run on, when the endpoint is ours
         self._recording = asyncio.Lock()
         self._greetings: set[asyncio.Task[None]] = set()
-        self._outbox: asyncio.Queue[_Letter] = asyncio.Queue()
+        self._sender: Sender  # from run on, when the socket is there
         self._num_pending = 0
-        self._slow_peers: set[bytes] = set()
         self._next_log_s = 0.0
         self._num_requests = 0
-        self._num_replies = 0
         self._num_malformed = 0
-        self._num_undeliverable = 0
 
     def statistics(self) -> ServerStatistics:
-        """Return the counters."""
+        """Return the counters of a server that runs or has run."""
         return ServerStatistics(
             num_requests=self._num_requests,
-            num_replies=self._num_replies,
+            num_replies=self._sender.num_sent,
             num_malformed=self._num_malformed,
-            num_undeliverable=self._num_undeliverable,
+            num_undeliverable=self._sender.num_undeliverable,
         )
 
     async def run(self, on_ready: Callable[[str], None] | None = None) -> None:
@@ -153,7 +137,7 @@ class Server:
         gets the endpoint as bound, with the port that the system chose. Raises ConfigError when
         another worker lives on the endpoint or it cannot be bound.
         """
-        with owned(ipc_path(self._endpoint)), zmq.asyncio.Context() as context:
+        with owned(ipc_path(self._endpoint)), zmq.Context() as context:
             self._book = SessionBook(EpochFile(self._epoch_file), self._worker.config.limits.window)
             socket = context.socket(zmq.ROUTER)
             configure_server(socket, self._endpoint)
@@ -162,29 +146,24 @@ class Server:
             except zmq.ZMQError as error:
                 socket.close(linger=0)
                 raise ConfigError(f"cannot bind {self._endpoint}: {error.strerror}") from error
-            tasks = [
-                asyncio.create_task(self._read(socket), name="gpuworker reader"),
-                asyncio.create_task(self._send(socket), name="gpuworker sender"),
-            ]
+            wire = LoopSocket(socket, self._receive)
+            self._sender = Sender(wire, self._header)
+            sending = asyncio.create_task(self._sender.run(), name="gpuworker late replies")
             try:
+                wire.start()
                 if on_ready is not None:
                     on_ready(bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0"))
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                await _stop(tasks)
-                for task in done:
-                    task.result()  # a fault of ours must not look like an orderly end
-                await self._send_owed(socket)
+                await self._sender.last_is_out.wait()
+                wire.stop()
+                await self._answer_owed()
             finally:
-                await _stop([*tasks, *self._greetings])
+                wire.stop()
+                await _stop([sending, *self._greetings])
                 socket.close()
 
-    async def _read(self, socket: zmq.asyncio.Socket) -> None:
-        while True:
-            for _ in range(_BURST):
-                peer, *frames = await socket.recv_multipart()
-                self._accept(peer, frames)
-            # While messages are waiting recv does not suspend: a flood would starve the sender.
-            await asyncio.sleep(0)
+    def _receive(self, frames: list[bytes]) -> None:
+        peer, *rest = frames
+        self._accept(peer, rest)
 
     def _accept(self, peer: bytes, frames: list[bytes]) -> None:
         try:
@@ -201,6 +180,9 @@ class Server:
             if isinstance(error, MalformedMessage):
                 self._count_malformed(peer, error)
             self._post(peer, header.corr, 0, failure_of(error))
+        except Exception as error:  # a fault of our own: its sender learns of it, we serve on
+            _log.exception("a message of peer %s met a fault of ours", peer.hex())
+            self._post(peer, header.corr, 0, _unexpected(error))
 
     def _take(self, peer: bytes, header: RequestHeader, request: Request[Any]) -> None:
         if isinstance(request, Hello):
@@ -218,7 +200,7 @@ class Server:
         if header.seq and not call.seq and call.session is not None:
             body = call.session.ledger.answer_of(header.seq, header.corr)
             if body is not None:
-                self._outbox.put_nowait(_Letter(peer, header.corr, header.seq, body))
+                self._sender.send(Letter(peer, header.corr, header.seq, body))
             return
         reply = self._worker.submit(request, permit=call.permit)
         self._book.begin(call)
@@ -236,13 +218,13 @@ class Server:
                 reply, boot_id=self._boot_id, session=self._book.health(), events=self._events
             )
         body = _body(reply)
-        self._outbox.put_nowait(_Letter(call.peer, call.corr, call.seq, body, is_last))
+        self._sender.send(Letter(call.peer, call.corr, call.seq, body, is_last))
         if call.seq and call.session is not None:
             for corr in call.session.ledger.finish(call.seq, body):
-                self._outbox.put_nowait(_Letter(call.peer, corr, call.seq, body))
+                self._sender.send(Letter(call.peer, corr, call.seq, body))
 
     def _post(self, peer: bytes, corr: int, seq: int, reply: Reply) -> None:
-        self._outbox.put_nowait(_Letter(peer, corr, seq, _body(reply)))
+        self._sender.send(Letter(peer, corr, seq, _body(reply)))
 
     # -- sessions ----------------------------------------------------------------------------
 
@@ -281,56 +263,18 @@ class Server:
         )
         self._post(session.peer, corr, 0, welcome)
 
-    # -- sending -----------------------------------------------------------------------------
-
-    async def _send(self, socket: zmq.asyncio.Socket) -> None:
-        while not (await self._send_next(socket)).is_last:
-            pass
-
-    async def _send_owed(self, socket: zmq.asyncio.Socket) -> None:
-        """Send the answers to what waited behind Shutdown."""
+    async def _answer_owed(self) -> None:
+        """Wait until what was accepted before Shutdown is answered."""
         with suppress(TimeoutError):  # a worker that does not answer it all must not hold us
-            async with asyncio.timeout(_SEND_PATIENCE_S):
-                while self._num_pending or not self._outbox.empty():
-                    await self._send_next(socket)
+            async with asyncio.timeout(_OWED_PATIENCE_S):
+                while self._num_pending or self._sender.num_late:
+                    self._sender.progress.clear()
+                    await self._sender.progress.wait()
 
-    async def _send_next(self, socket: zmq.asyncio.Socket) -> _Letter:
-        letter = await self._outbox.get()
-        header = reply_header(
+    def _header(self, letter: Letter) -> bytes:
+        return reply_header(
             ReplyHeader(Kind.REPLY, letter.corr, self._book.epoch, letter.seq, self._boot_id)
         )
-        if await self._deliver(socket, letter.peer, (header, letter.body)):
-            self._num_replies += 1
-        else:
-            self._num_undeliverable += 1
-        return letter
-
-    async def _deliver(
-        self, socket: zmq.asyncio.Socket, peer: bytes, frames: Sequence[bytes]
-    ) -> bool:
-        """Send a reply; say whether its client took it.
-
-        A client that does not read holds the others up once, until patience ends; from then on
-        it loses every reply that does not fit into its queue at once.
-        """
-        clock = asyncio.get_running_loop().time
-        deadline = clock() + (0.0 if peer in self._slow_peers else _SEND_PATIENCE_S)
-        while True:
-            try:
-                await socket.send_multipart([peer, *frames], flags=zmq.NOBLOCK)
-            except zmq.Again:
-                if clock() >= deadline:
-                    self._slow_peers.add(peer)
-                    return False
-                await asyncio.sleep(_SEND_RETRY_S)
-            except zmq.ZMQError as error:
-                if error.errno != errno.EHOSTUNREACH:
-                    raise
-                self._slow_peers.discard(peer)
-                return False
-            else:
-                self._slow_peers.discard(peer)
-                return True
 
     def _count_malformed(self, peer: bytes, error: MalformedMessage) -> None:
         self._num_malformed += 1
@@ -375,4 +319,8 @@ def _reply(done: asyncio.Future[Any]) -> Reply:
     if isinstance(error, WorkerError):
         return failure_of(error)
     _log.error("a request failed unexpectedly", exc_info=error)
+    return _unexpected(error)
+
+
+def _unexpected(error: BaseException) -> Reply:
     return failure_of(WorkerError(f"{type(error).__name__}: {error}"))
