@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from typing import Any, cast
 
 import zmq
@@ -21,6 +20,7 @@ from gpuworker.errors import (
 )
 from gpuworker.ipc.conversation import Conversation, hello
 from gpuworker.ipc.endpoint import check_peer
+from gpuworker.ipc.loop_socket import LoopSocket
 from gpuworker.ipc.monitor import EVENTS, event_of
 from gpuworker.ipc.sockets import RETRY_S, configure_client
 from gpuworker.messages import (
@@ -53,8 +53,9 @@ class RemoteWorker:
     connection stays lost, because who answers next may be another worker: connect again.
     """
 
-    def __init__(self, socket: zmq.asyncio.Socket, endpoint: str, timeout_s: float | None) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], endpoint: str, timeout_s: float | None) -> None:
         self._socket = socket
+        self._wire = LoopSocket(socket, self._take)
         self._endpoint = endpoint
         self._timeout_s = timeout_s
         self._conversation: Conversation[asyncio.Future[Any]] = Conversation(endpoint)
@@ -102,10 +103,8 @@ class RemoteWorker:
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         corr, frames = self._conversation.request(request, reply, budget_s)
         self._corr_of[reply] = corr
-        # zmq.asyncio returns a future; its stubs say awaitable. Sends keep their order.
-        sent = cast("asyncio.Future[Any]", self._socket.send_multipart(frames))
-        sent.add_done_callback(partial(self._fail_unsent, corr, reply))
-        reply.add_done_callback(partial(self._settled, sent))
+        reply.add_done_callback(self._settled)
+        self._wire.send(frames)  # its queue has no limit
         return cast("asyncio.Future[ReplyT]", reply)
 
     async def cancel(self, reply: asyncio.Future[Any]) -> Cancelled:
@@ -117,22 +116,10 @@ class RemoteWorker:
         corr = self._corr_of.get(reply)
         return Cancelled(outcome="unknown") if corr is None else await self.ask(Cancel(corr=corr))
 
-    def _settled(self, sent: asyncio.Future[Any], reply: asyncio.Future[Any]) -> None:
+    def _settled(self, reply: asyncio.Future[Any]) -> None:
         corr = self._corr_of.pop(reply)
-        if reply.cancelled() and not sent.cancel() and self._ready.is_set():
+        if reply.cancelled() and self._ready.is_set():
             self.submit(Cancel(corr=corr)).add_done_callback(_look_away)
-
-    def _fail_unsent(
-        self, corr: int, reply: asyncio.Future[Any], sent: asyncio.Future[Any]
-    ) -> None:
-        if sent.cancelled():
-            self._conversation.unsent(corr)
-        elif (error := sent.exception()) is not None:
-            self._conversation.unsent(corr)
-            if not reply.done():
-                reply.set_exception(
-                    ConnectionLost(f"nothing was sent, the worker does not read: {error}")
-                )
 
     async def _begin(self, epoch: int | None, client: str, lease_s: float | None) -> None:
         """Say hello; without an epoch, with the next one after those that the worker has seen."""
@@ -153,18 +140,15 @@ class RemoteWorker:
         with suppress(WorkerError, ClientError):  # it is gone, or somebody else's
             await self.ask(EndSession(), timeout_s=_LEAVE_TIMEOUT_S)
 
-    async def _read(self) -> None:
-        # Cancelled only when the client closes: a message could be lost otherwise.
-        while True:
-            frames = await self._socket.recv_multipart()
-            try:
-                came = self._conversation.reply(frames)
-            except MalformedMessage as error:
-                # Nobody can tell whose reply this was, so nobody may wait for it.
-                self._fail_pending(f"{self._endpoint} answers what cannot be read: {error}")
-                continue
-            if came is not None:
-                _settle(*came)
+    def _take(self, frames: list[bytes]) -> None:
+        try:
+            came = self._conversation.reply(frames)
+        except MalformedMessage as error:
+            # Nobody can tell whose reply this was, so nobody may wait for it.
+            self._fail_pending(f"{self._endpoint} answers what cannot be read: {error}")
+            return
+        if came is not None:
+            _settle(*came)
 
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
         self._socket.connect(self._endpoint)
@@ -177,16 +161,9 @@ class RemoteWorker:
         while event_of(await monitor.recv_multipart()) != _LOST:
             pass
         self._ready.clear()
-        await self._catch_up()
+        self._wire.catch_up()  # replies that came before the connection ended count
         self._fail_pending(f"the worker at {self._endpoint} went away")
         self._socket.disconnect(self._endpoint)  # forgets what was not sent
-
-    async def _catch_up(self) -> None:
-        """Let the reader take in the replies that came before the connection ended."""
-        readable = True
-        while readable:
-            readable = bool(cast("int", self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
-            await asyncio.sleep(0)
 
     def _fail_pending(self, reason: str) -> None:
         for reply, error in self._conversation.lose(reason):
@@ -236,14 +213,13 @@ async def connect(
     if observe and (epoch is not None or lease_s is not None):
         raise ConfigError("an observer has no session, so neither an epoch nor a lease")
     with zmq.asyncio.Context() as context:
-        socket = context.socket(zmq.DEALER)
+        socket = zmq.Socket(context, zmq.DEALER)
         configure_client(socket, endpoint)
-        monitor = socket.get_monitor_socket(EVENTS)
+        socket.setsockopt(zmq.SNDHWM, 0)  # submit cannot wait, and its callers wait for replies
+        monitor = cast("zmq.asyncio.Socket", socket.get_monitor_socket(EVENTS))
         worker = RemoteWorker(socket, endpoint, timeout_s)
-        tasks = [
-            asyncio.create_task(worker._watch(monitor), name="gpuworker monitor"),
-            asyncio.create_task(worker._read(), name="gpuworker replies"),
-        ]
+        tasks = [asyncio.create_task(worker._watch(monitor), name="gpuworker monitor")]
+        worker._wire.start()
         try:
             try:
                 async with asyncio.timeout(connect_timeout_s):
@@ -268,6 +244,7 @@ async def connect(
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
+            worker._wire.stop()
             worker._ready.clear()
             worker._fail_pending(f"the connection to {endpoint} was closed")
             socket.disable_monitor()

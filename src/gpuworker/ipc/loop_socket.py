@@ -64,6 +64,11 @@ class LoopSocket:
                 self._look_again()
         return True
 
+    def catch_up(self) -> None:
+        """Take in at once whatever is there."""
+        while self._is_readable():
+            self._take()
+
     def _is_readable(self) -> bool:
         return bool(cast("int", self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
