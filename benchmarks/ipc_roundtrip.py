@@ -8,31 +8,25 @@ import multiprocessing
 import pickle
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
+import zmq
+
+from benchmarks.payload import DataStep, make_dataclasses, make_rows, make_step
 from benchmarks.report import Report, benchmark_parser, median, percentile
 from gpuworker import messages as m
+from gpuworker.engine.worker import WorkerLike
 from gpuworker.ipc import BlockingClient, connect, default_endpoint
 from gpuworker.lifecycle import State
-from gpuworker.step import StepRow, pack_step, unpack_sampled
+from gpuworker.step import unpack_sampled
 from gpuworker.testing import fake_worker, walk_to
 
 _NUM_REQUESTS = 256
-
-
-def _step() -> m.ExecuteModel:
-    rows = [StepRow(slot, 1, 100 + slot) for slot in range(_NUM_REQUESTS)]
-    return m.ExecuteModel(step_id=1, kv_epoch=0, num_rows=len(rows), buffer=pack_step(rows))
-
-
-@dataclasses.dataclass
-class _Row:
-    slot: int
-    num_scheduled: int
-    num_computed: int
+_NUM_NEW = (0, 8)
 
 
 @dataclasses.dataclass
@@ -40,29 +34,79 @@ class _Output:
     token_ids: list[int]
 
 
-def _answer_pickles(pipe: Connection) -> None:
-    while rows := pickle.loads(pipe.recv_bytes()):
-        pipe.send_bytes(pickle.dumps(_Output([row.slot + 100 for row in rows]), protocol=5))
+@dataclasses.dataclass
+class _Load:
+    """One kind of step, as we send it and as peers do."""
+
+    step: m.ExecuteModel
+    data: DataStep
+
+
+def _load(num_new: int) -> _Load:
+    rows, new = make_rows(_NUM_REQUESTS, num_new)
+    return _Load(make_step(rows, new), make_dataclasses(rows, new))
+
+
+def _answer(request: bytes) -> bytes:
+    step: DataStep = pickle.loads(request)
+    return pickle.dumps(_Output([row.slot + 100 for row in step.rows]), protocol=5)
+
+
+def _answer_over_pipe(pipe: Connection) -> None:
+    while request := pipe.recv_bytes():
+        pipe.send_bytes(_answer(request))
+
+
+def _answer_over_zmq(endpoint: str) -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.bind(endpoint)
+        while (frames := router.recv_multipart())[1]:
+            router.send_multipart([frames[0], _answer(frames[1])])
+
+
+def _check(reply: bytes) -> None:
+    assert len(pickle.loads(reply).token_ids) == _NUM_REQUESTS
+
+
+Ask = Callable[[_Load], None]
 
 
 @contextmanager
-def _pickled_pipe() -> Iterator[Callable[[], None]]:
+def _pickled_pipe() -> Iterator[Ask]:
     ours, theirs = multiprocessing.Pipe()
-    child = multiprocessing.get_context("spawn").Process(target=_answer_pickles, args=(theirs,))
+    child = multiprocessing.get_context("spawn").Process(target=_answer_over_pipe, args=(theirs,))
     child.start()
-    rows = [_Row(slot, 1, 100 + slot) for slot in range(_NUM_REQUESTS)]
 
-    def ask() -> None:
-        ours.send_bytes(pickle.dumps(rows, protocol=5))
-        output = pickle.loads(ours.recv_bytes())
-        assert len(output.token_ids) == _NUM_REQUESTS
+    def ask(load: _Load) -> None:
+        ours.send_bytes(pickle.dumps(load.data, protocol=5))
+        _check(ours.recv_bytes())
 
     try:
-        ask()
         yield ask
     finally:
-        ours.send_bytes(pickle.dumps([]))
+        ours.send_bytes(b"")
         child.join()
+
+
+@contextmanager
+def _pickled_zmq() -> Iterator[Ask]:
+    with tempfile.TemporaryDirectory() as directory:
+        endpoint = f"ipc://{directory}/peer"
+        context = multiprocessing.get_context("spawn")
+        child = context.Process(target=_answer_over_zmq, args=(endpoint,))
+        child.start()
+        with zmq.Context() as zmq_context, zmq_context.socket(zmq.DEALER) as dealer:
+            dealer.connect(endpoint)
+
+            def ask(load: _Load) -> None:
+                dealer.send(pickle.dumps(load.data, protocol=5))
+                _check(dealer.recv())
+
+            try:
+                yield ask
+            finally:
+                dealer.send(b"")
+                child.join()
 
 
 @contextmanager
@@ -89,33 +133,29 @@ def _blocking(call: Callable[[], None], num_calls: int) -> list[float]:
     return samples
 
 
-async def _measure_embedded(num_calls: int) -> list[float]:
-    step = _step()
+async def _asking(worker: WorkerLike, step: m.ExecuteModel, num_calls: int) -> list[float]:
     samples = []
+    for _ in range(num_calls):
+        started = time.perf_counter()
+        _take(await worker.ask(step))
+        samples.append((time.perf_counter() - started) * 1e6)
+    return samples
+
+
+async def _measure_embedded(load: _Load, num_calls: int) -> list[float]:
     async with fake_worker() as worker:
         await walk_to(worker, State.SERVING)
-        for _ in range(num_calls):
-            started = time.perf_counter()
-            _take(await worker.ask(step))
-            samples.append((time.perf_counter() - started) * 1e6)
-    return samples
+        return await _asking(worker, load.step, num_calls)
 
 
-async def _measure_asyncio(endpoint: str, num_calls: int) -> list[float]:
-    step = _step()
-    samples = []
+async def _measure_asyncio(endpoint: str, load: _Load, num_calls: int) -> list[float]:
     async with connect(endpoint) as worker:
-        for _ in range(num_calls):
-            started = time.perf_counter()
-            _take(await worker.ask(step))
-            samples.append((time.perf_counter() - started) * 1e6)
-    return samples
+        return await _asking(worker, load.step, num_calls)
 
 
-def _measure_blocking(endpoint: str, num_calls: int) -> list[float]:
-    step = _step()
+def _measure_blocking(endpoint: str, load: _Load, num_calls: int) -> list[float]:
     with BlockingClient(endpoint) as worker:
-        return _blocking(lambda: _take(worker.ask(step)), num_calls)
+        return _blocking(lambda: _take(worker.ask(load.step)), num_calls)
 
 
 def main() -> None:
@@ -127,29 +167,46 @@ def main() -> None:
         _server(default_endpoint()) as ipc,
         _server("tcp://127.0.0.1:*") as tcp,
         _pickled_pipe() as pipe,
+        _pickled_zmq() as peer,
     ):
-        ways: dict[str, Callable[[], list[float]]] = {
-            "ipc, blocking client": lambda: _measure_blocking(ipc, num_calls),
-            "ipc, asyncio client": lambda: asyncio.run(_measure_asyncio(ipc, num_calls)),
-            "tcp loopback, blocking client": lambda: _measure_blocking(tcp, num_calls),
-            "tcp loopback, asyncio client": lambda: asyncio.run(_measure_asyncio(tcp, num_calls)),
-            "embedded, no wire": lambda: asyncio.run(_measure_embedded(num_calls)),
-            "pipe, pickled dataclasses, no worker": lambda: _blocking(pipe, num_calls),
+        ways: dict[str, Callable[[_Load], list[float]]] = {
+            "ipc, blocking client": lambda load: _measure_blocking(ipc, load, num_calls),
+            "ipc, asyncio client": lambda load: asyncio.run(_measure_asyncio(ipc, load, num_calls)),
+            "tcp loopback, blocking client": lambda load: _measure_blocking(tcp, load, num_calls),
+            "embedded, no wire": lambda load: asyncio.run(_measure_embedded(load, num_calls)),
+            "pipe, pickled dataclasses, no worker": lambda load: _blocking(
+                lambda: pipe(load), num_calls
+            ),
+            "ZeroMQ, pickled dataclasses, no worker": lambda load: _blocking(
+                lambda: peer(load), num_calls
+            ),
         }
-        rounds: dict[str, list[float]] = {name: [] for name in ways}
-        samples: dict[str, list[float]] = {name: [] for name in ways}
-        for _ in range(num_rounds):
-            for name, measure in ways.items():
-                these = measure()
-                rounds[name].append(median(these))
-                samples[name] += these
-    report.compare(
-        "round trip", rounds, "us", baseline="ipc, blocking client", num_requests=_NUM_REQUESTS
-    )
-    for name, values in samples.items():
-        report.figure(
-            "round trip p99", percentile(values, 99), "us", variant=name, num_requests=_NUM_REQUESTS
-        )
+        for num_new in _NUM_NEW:
+            load = _load(num_new)
+            rounds: dict[str, list[float]] = {name: [] for name in ways}
+            samples: dict[str, list[float]] = {name: [] for name in ways}
+            for _ in range(num_rounds):
+                for name, measure in ways.items():
+                    these = measure(load)
+                    rounds[name].append(median(these))
+                    samples[name] += these
+            report.compare(
+                "round trip",
+                rounds,
+                "us",
+                baseline="ipc, blocking client",
+                num_requests=_NUM_REQUESTS,
+                num_new=num_new,
+            )
+            for name, values in samples.items():
+                report.figure(
+                    "round trip p99",
+                    percentile(values, 99),
+                    "us",
+                    variant=name,
+                    num_requests=_NUM_REQUESTS,
+                    num_new=num_new,
+                )
 
 
 if __name__ == "__main__":
