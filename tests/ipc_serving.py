@@ -14,6 +14,7 @@ from gpuworker import messages as m
 from gpuworker.actor import GPUWorker
 from gpuworker.config import LimitsConfig, ModelConfig, WorkerConfig
 from gpuworker.ipc import Server, default_endpoint
+from gpuworker.ipc.curve import ServerKeys
 from gpuworker.ipc.wire import (
     Kind,
     ReplyHeader,
@@ -44,9 +45,9 @@ def reply_frames(
 
 @asynccontextmanager
 async def served(
-    worker: GPUWorker, endpoint: str | None = None
+    worker: GPUWorker, endpoint: str | None = None, *, keys: ServerKeys | None = None
 ) -> AsyncIterator[tuple[Server, str]]:
-    server = Server(worker, endpoint or default_endpoint())
+    server = Server(worker, endpoint or default_endpoint(), keys=keys)
     bound: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(server.run(bound.set_result))
     await asyncio.wait([task, bound], return_when=asyncio.FIRST_COMPLETED)

@@ -15,7 +15,8 @@ WorkerError                  answered by the worker
 |       |-- StaleEpoch           another scheduler has taken over
 |       |-- Fenced               the epoch of a hello is not newer than the highest one seen
 |       |-- OutOfOrder           a step number is missing before this one
-|       `-- DuplicateExpired     an old step number whose answer is no longer kept
+|       |-- DuplicateExpired     an old step number whose answer is no longer kept
+|       `-- RepliesLost          the connection did not read; clients raise ConnectionLost
 |-- ConfigError              the configuration cannot work on this machine; nothing changed
 |-- CheckpointError          the model directory is not usable; nothing changed
 |   |-- CheckpointNotFound     directory, file or shard is not there
@@ -70,6 +71,7 @@ __all__ = [
     "OutOfOrder",
     "PeerLost",
     "ProtocolError",
+    "RepliesLost",
     "RequestCancelled",
     "RequestTimeout",
     "ResourceError",
@@ -192,6 +194,12 @@ class DuplicateExpired(SessionError):
     """Raised for a step number that was answered so long ago that the answer is gone."""
 
     code = "duplicate_expired"
+
+
+class RepliesLost(SessionError):
+    """Raised when replies to a connection were dropped because it did not read them."""
+
+    code = "replies_lost"
 
 
 class ConfigError(WorkerError):

@@ -104,7 +104,7 @@ def test_every_verb_teaches(verb: str, capsys: pytest.CaptureFixture[str]) -> No
         (["serve"], 2, "no model is named"),
         (["serve", "--config", "/nowhere.toml"], 2, "cannot read /nowhere.toml"),
         (["serve", "--model", "m", "--max-num-seqs", "0"], 2, "limits.max_num_seqs is 0"),
-        (["serve", "--model", "m", "--endpoint", "tcp://0.0.0.0:1"], 2, "not a loopback"),
+        (["serve", "--model", "m", "--endpoint", "tcp://0.0.0.0:1"], 2, "needs keys"),
         (["ask", "ipc:///nowhere/w", "get_statos"], 2, "no message 'get_statos'"),
         (["ask", "ipc:///nowhere/w", "sleep", '{"depth": 1}'], 2, "sleep has no field depth"),
         (["generate", "/nowhere", "hello"], 1, "/nowhere"),

@@ -14,20 +14,30 @@ import zmq.asyncio
 from gpuworker import messages as m
 from gpuworker.config import ModelConfig, SupervisionConfig, WorkerConfig
 from gpuworker.errors import (
+    ConnectionLost,
     IllegalMessage,
     MailboxFull,
     MalformedMessage,
+    RepliesLost,
     RequestTimeout,
     StaleKVEpoch,
     WorkerClosed,
     WorkerError,
 )
 from gpuworker.ipc import BlockingClient, connect, default_endpoint
-from gpuworker.ipc.wire import MAX_BODY_BYTES
+from gpuworker.ipc.wire import MAX_BODY_BYTES, failure_of
 from gpuworker.lifecycle import State
 from gpuworker.step import StepRow, pack_step
 from gpuworker.testing import empty_step, fake_worker, walk_to
-from ipc_serving import WIDE, Gate, request_frames, runtime_of, served
+from ipc_serving import (
+    WIDE,
+    Gate,
+    raw_router,
+    reply_frames,
+    request_frames,
+    runtime_of,
+    served,
+)
 
 
 @pytest.mark.parametrize("scheme", ["ipc", "tcp"])
@@ -284,3 +294,52 @@ async def test_a_client_that_does_not_read_loses_its_replies_and_holds_nobody_up
                 if corr % 100 == 0:
                     assert (await remote.ask(empty_step(corr))).step_id == corr
         assert (await remote.ask(empty_step(corr + 1))).step_id == corr + 1
+
+
+async def test_a_client_that_reads_again_is_told_that_it_lost_replies() -> None:
+    async with fake_worker() as worker, served(worker) as (server, endpoint):
+        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as deaf:
+            deaf.setsockopt(zmq.LINGER, 0)
+            deaf.setsockopt(zmq.RCVHWM, 1)
+            deaf.connect(endpoint)
+            corr = 0
+            while server.statistics().num_undeliverable < 10:
+                corr += 1
+                await deaf.send_multipart(request_frames(corr, m.GetStatus()))
+                await asyncio.sleep(0)
+
+            async def receive() -> tuple[int, bytes]:
+                async with asyncio.timeout(20):
+                    header, body = await deaf.recv_multipart()
+                return msgspec.msgpack.decode(header[3:])[1], body
+
+            expected = 1
+            while (reply := await receive())[0]:
+                assert reply[0] == expected  # up to the first one that was lost
+                expected += 1
+            assert msgspec.msgpack.decode(reply[1])[:2] == ["failure", "replies_lost"]
+            await deaf.send_multipart(request_frames(corr + 1, m.GetStatus()))
+            while (await receive())[0] != corr + 1:
+                pass
+
+
+@pytest.mark.parametrize("kind", ["asyncio", "blocking"])
+async def test_a_loss_of_replies_leaves_nobody_waiting(kind: str) -> None:
+    loss = reply_frames(0, failure_of(RepliesLost("dropped")))
+
+    def ask(endpoint: str) -> None:
+        with BlockingClient(endpoint, observe=True, timeout_s=20) as client:
+            client.ask(m.GetStatus())
+
+    async def ask_asyncio(endpoint: str) -> None:
+        async with connect(endpoint, observe=True, timeout_s=20) as client:
+            await client.ask(m.GetStatus())
+
+    with raw_router() as (router, endpoint):
+        asking = asyncio.create_task(
+            ask_asyncio(endpoint) if kind == "asyncio" else asyncio.to_thread(ask, endpoint)
+        )
+        peer, *_ = await asyncio.to_thread(router.recv_multipart)
+        router.send_multipart([peer, *loss])
+        with pytest.raises(ConnectionLost, match=r"dropped; the outcome of GetStatus is unknown"):
+            await asking

@@ -2,183 +2,190 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import os
 import signal
-import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import anyio
 import pytest
 
+from fake_serve import fake_serve
 from gpuworker import messages as m
-from gpuworker.config import ModelConfig, WorkerConfig
 from gpuworker.errors import ConnectionLost
 from gpuworker.ipc import connect
-from gpuworker.launch import WorkerProcess
+from gpuworker.launch import ExitCode, WorkerProcess
+from processes import fake_config, has_ended, until
 
-SERVE = """
-import argparse, asyncio, json, os, signal, subprocess, sys, threading
-from gpuworker.config import load_config
-from pathlib import Path
-from gpuworker.ipc import serve
-from gpuworker.launch import die_with_parent
-from gpuworker.testing import fake_worker
-parser = argparse.ArgumentParser()
-parser.add_argument("--config", type=Path)
-parser.add_argument("--endpoint")
-parser.add_argument("--die-with-parent", type=int)
-parser.add_argument("--json", action="store_true")
-arguments = parser.parse_args()
-die_with_parent(arguments.die_with_parent)
-def ready(endpoint):
-    print("some library has something to say")
-    print(json.dumps({"endpoint": endpoint, "pid": os.getpid()}), flush=True)
-    after_ready()
-def after_ready():
-    pass
-async def main():
-    async with fake_worker(load_config(arguments.config)) as worker:
-        await serve(worker, arguments.endpoint, on_ready=ready)
-"""
-RUN = "asyncio.run(main())\n"
-CONFIG = WorkerConfig(model=ModelConfig(model="fake"))
+CONFIG = fake_config()
 
 
-def _process(script: str, **limits: float) -> WorkerProcess:
-    return WorkerProcess(CONFIG, command=(sys.executable, "-c", script), **limits)
+def _process(*command: str, **limits: float) -> WorkerProcess:
+    return WorkerProcess(CONFIG, command=command, **limits)
 
 
-def _has_ended(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    return state == "Z"
+def _script(text: str, **limits: float) -> WorkerProcess:
+    return _process(sys.executable, "-c", text, **limits)
 
 
-async def _wait_until_ended(pid: int) -> None:
-    async with asyncio.timeout(30):
-        while not _has_ended(pid):
-            await asyncio.sleep(0.01)
+def _directory(process: WorkerProcess) -> Path:
+    return Path(process.endpoint.removeprefix("ipc://")).parent
 
 
 async def test_a_worker_that_prints_does_not_fill_its_pipe() -> None:
-    noise = "def after_ready():\n    print('x' * 1_000_000, flush=True)\n"
-    async with _process(SERVE + noise + RUN) as process, connect(process.endpoint) as worker:
-        assert (await worker.ask(m.GetStatus())).state == "uninit"
-    assert process.returncode == 0
+    async with _process(*fake_serve("noise")) as process:
+        async with connect(process.endpoint) as worker:
+            await worker.ask(m.InitDevice())  # prints much more than a pipe holds
+            assert (await worker.ask(m.GetStatus())).state == "device_ready"
+        assert process.last_words().endswith("x" * 100)
+    assert process.returncode == ExitCode.ORDERLY
 
 
 async def test_a_worker_that_ignores_everything_is_killed_with_its_children() -> None:
     stubborn = (
-        "def after_ready():\n"
-        "    child = subprocess.Popen([sys.executable, '-c', 'import threading\\n"
-        "threading.Event().wait()'])\n"
-        "    print(child.pid, file=sys.stderr, flush=True)\n"
-        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "import signal, subprocess, sys, threading\n"
+        "import fake_serve\n"
+        "wait = 'import threading\\nthreading.Event().wait()'\n"
+        "child = subprocess.Popen([sys.executable, '-c', wait])\n"
+        "print(child.pid, file=sys.stderr, flush=True)\n"
+        "for number in (signal.SIGTERM, signal.SIGINT):\n"
+        "    signal.signal(number, signal.SIG_IGN)\n"
+        "signal.signal = lambda number, handler: None\n"
+        "fake_serve.main('plain', *sys.argv[1:])\n"
     )
-    stuck = "threading.Event().wait()\n"  # after Shutdown was answered
-    process = _process(SERVE + stubborn + RUN + stuck, stop_timeout_s=0.5)
+    process = WorkerProcess(
+        CONFIG,
+        command=(sys.executable, "-c", stubborn),
+        environment={"PYTHONPATH": os.pathsep.join(sys.path)},
+        stop_timeout_s=0.1,
+    )
     async with process:
         child = int(process.last_words())
-        assert not _has_ended(child)
+        assert not has_ended(child)
         assert await process.stop() == -signal.SIGKILL
-    await _wait_until_ended(child)
+        assert not _directory(process).exists()
+    await until(lambda: has_ended(child))
     assert process.last_words() == str(child)  # kept after its file is gone
 
 
 async def test_a_cancelled_scope_stops_the_worker_all_the_same() -> None:
     with anyio.CancelScope() as scope:
-        async with _process(SERVE + RUN) as process:
+        async with _process(*fake_serve("plain")) as process:
             scope.cancel()
             await anyio.sleep_forever()
     assert scope.cancelled_caught
-    assert process.returncode == 0
-    assert not Path(process.endpoint.removeprefix("ipc://")).parent.exists()
+    assert process.returncode == ExitCode.ORDERLY
+    assert not _directory(process).exists()
 
 
 async def test_a_start_that_is_cancelled_leaves_no_process() -> None:
-    process = _process("import threading\nthreading.Event().wait()")
+    process = _script("import threading\nthreading.Event().wait()")
     with anyio.CancelScope() as scope:
         async with anyio.create_task_group() as group:
 
             async def cancel() -> None:
-                while "_process" not in vars(process):
-                    await anyio.sleep(0.001)
+                await until(lambda: "_process" in vars(process))
                 scope.cancel()
 
             group.start_soon(cancel)
             async with process:
                 pass
     assert process.returncode == -signal.SIGTERM
-    assert not Path(process.endpoint.removeprefix("ipc://")).parent.exists()
+    assert not _directory(process).exists()
+
+
+async def test_a_start_is_stopped_at_once_while_there_is_nothing_to_end_in_order() -> None:
+    process = _process(*fake_serve("import"))
+    with anyio.CancelScope() as scope:
+        async with anyio.create_task_group() as group:
+
+            async def cancel() -> None:
+                await until(lambda: "_process" in vars(process))
+                await until(lambda: "hangs: import" in process.last_words())
+                scope.cancel()
+
+            group.start_soon(cancel)
+            async with process:
+                pass
+    assert process.returncode == ExitCode.ORDERLY
+    assert "SIGTERM before there was a worker" in process.last_words()
 
 
 async def test_an_endpoint_that_was_chosen_by_the_system_is_known_after_the_start() -> None:
-    process = WorkerProcess(
-        CONFIG, endpoint="tcp://127.0.0.1:*", command=(sys.executable, "-c", SERVE + RUN)
-    )
-    async with process, connect(process.endpoint) as worker:
+    process = WorkerProcess(CONFIG, endpoint="tcp://127.0.0.1:*", command=fake_serve("plain"))
+    async with process, connect(process.endpoint, observe=True) as worker:
         assert int(process.endpoint.rpartition(":")[2]) > 0
         assert (await worker.ask(m.GetStatus())).state == "uninit"
 
 
 async def test_a_worker_that_is_bound_but_does_not_answer_is_not_ready() -> None:
     silent = (
-        "import json, sys, threading, zmq\n"
+        "import json, sys, threading, zmq, os\n"
         "endpoint = sys.argv[sys.argv.index('--endpoint') + 1]\n"
+        "os.mkdir(os.path.dirname(endpoint.removeprefix('ipc://')))\n"
         "socket = zmq.Context().socket(zmq.ROUTER)\n"
         "socket.bind(endpoint)\n"
         "print(json.dumps({'endpoint': endpoint, 'pid': 1}), flush=True)\n"
         "threading.Event().wait()\n"
     )
-    process = _process(silent, start_timeout_s=1.0)
+    process = _script(silent, start_timeout_s=1.0)
     with pytest.raises(ConnectionLost, match="not ready within"):
         async with process:
             pass
     assert process.returncode == -signal.SIGTERM
+    assert not _directory(process).exists()
 
 
-GUARDED = """
-import os, sys, threading
-from gpuworker.launch import die_with_parent
-die_with_parent(int(sys.argv[1]))
-print("alive", flush=True)
-threading.Event().wait()
-"""
-
-
-def test_a_child_whose_parent_died_before_it_could_say_so_ends_at_once() -> None:
-    other = os.getppid()
-    result = subprocess.run(
-        [sys.executable, "-c", GUARDED, str(other)], capture_output=True, text=True, check=False
+async def test_the_configuration_passes_through_no_file_and_no_argument() -> None:
+    script = (
+        "import json, os, sys\n"
+        "print(sys.argv, file=sys.stderr)\n"
+        "print(json.load(sys.stdin)['model']['model'], file=sys.stderr)\n"
+        "print([os.readlink(f'/proc/self/fd/{fd}') for fd in (0, 1, 2)], file=sys.stderr)\n"
     )
-    assert (result.returncode, result.stdout) == (-signal.SIGTERM, "")
+    process = _script(script)
+    with pytest.raises(ConnectionLost, match="status 0 before it was ready"):
+        async with process:
+            pass
+    arguments, model, files = process.last_words().splitlines()
+    assert f"'--config', '-', '--endpoint', '{process.endpoint}'" in arguments
+    assert f"'--die-with', '{os.getpid()}'" in arguments
+    assert model == "fake"
+    assert files.count("(deleted)") == 3
 
 
-def test_a_child_ends_with_the_process_that_started_it() -> None:
-    middle = (
-        "import json, os, subprocess, sys\n"
-        f"child = subprocess.Popen([sys.executable, '-c', {GUARDED!r}, str(os.getpid())],"
-        " stdout=subprocess.PIPE, text=True)\n"
-        "assert child.stdout.readline() == 'alive\\n'\n"
-        "print(json.dumps(child.pid), flush=True)\n"
-        "sys.stdin.readline()\n"
+@pytest.mark.parametrize("is_new", [True, False])
+async def test_stop_removes_what_a_killed_worker_left_at_a_chosen_endpoint(
+    tmp_path: Path, is_new: bool
+) -> None:
+    directory = tmp_path / "run"
+    if not is_new:
+        directory.mkdir(mode=0o700)
+    process = WorkerProcess(
+        CONFIG, endpoint=f"ipc://{directory}/rank0", command=fake_serve("plain")
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", middle], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as parent:
-        assert parent.stdout is not None
-        pid = int(json.loads(parent.stdout.readline()))
-        assert not _has_ended(pid)
-        parent.kill()
-    ended = threading.Event()
-    for _ in range(3000):
-        if _has_ended(pid):
-            break
-        ended.wait(0.01)
-    assert _has_ended(pid)
+    async with process, connect(process.endpoint, client="a scheduler"):
+        os.kill(process.pid, signal.SIGKILL)
+        assert await process.stop() == -signal.SIGKILL
+    # The highest epoch is kept for the next worker there.
+    assert [path.name for path in directory.iterdir()] == ["rank0.epoch"]
+
+
+async def test_stop_leaves_the_files_of_a_worker_that_lives_there_now(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/run/rank0"
+    first = WorkerProcess(CONFIG, endpoint=endpoint, command=fake_serve("plain"))
+    second = WorkerProcess(CONFIG, endpoint=endpoint, command=fake_serve("plain"))
+    async with first:
+        os.kill(first.pid, signal.SIGKILL)
+        await until(lambda: first.returncode is not None)
+        async with second:
+            await first.stop()
+            async with connect(endpoint, observe=True) as worker:
+                assert (await worker.ask(m.GetStatus())).state == "uninit"
+        third = WorkerProcess(CONFIG, endpoint=endpoint, command=fake_serve("plain"))
+        async with third:
+            with pytest.raises(ConnectionLost, match="a worker lives on"):
+                async with second:
+                    pass
+            async with connect(endpoint, observe=True) as worker:
+                assert (await worker.ask(m.GetStatus())).state == "uninit"

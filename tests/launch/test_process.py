@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -74,35 +72,3 @@ async def test_a_process_that_never_gets_ready_is_stopped(tiny_model: Path) -> N
         async with process:
             pass
     assert not _is_alive(process.pid)
-
-
-PARENT = """
-import asyncio, sys
-from pathlib import Path
-from gpuworker.launch import WorkerProcess
-sys.path.insert(0, sys.argv[2])
-from real_worker import tiny_config
-async def main():
-    async with WorkerProcess(tiny_config(sys.argv[1])) as process:
-        print(process.pid, process.endpoint, flush=True)
-        await asyncio.Event().wait()
-asyncio.run(main())
-"""
-
-
-async def test_a_worker_ends_when_its_parent_is_killed(tiny_model: Path, tmp_path: Path) -> None:
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(tiny_model), str(Path(__file__).parents[1])],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-    )
-    assert parent.stdout is not None
-    with parent:
-        pid, endpoint = (await asyncio.to_thread(parent.stdout.readline)).split()
-        assert _is_alive(int(pid))
-        parent.kill()
-        async with asyncio.timeout(30):
-            while _is_alive(int(pid)):
-                await asyncio.sleep(0.05)
-    assert not Path(endpoint.removeprefix("ipc://")).exists()

@@ -10,7 +10,16 @@ from collections.abc import Sequence
 from os import environ
 
 from gpuworker import __version__
-from gpuworker.cli import ask, demo, docs, doctor, generate, serve, tables
+from gpuworker.cli import (
+    ask,
+    demo,
+    docs,
+    doctor,
+    generate,
+    keygen,
+    serve,
+    tables,
+)
 from gpuworker.errors import ClientError, ConfigError, WorkerError
 
 __all__ = ["main"]
@@ -40,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"gpuworker {__version__}")
     subparsers = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for verb in (demo, serve, generate, ask, tables, docs, doctor):
+    for verb in (demo, serve, generate, ask, keygen, tables, docs, doctor):
         verb.add_parser(subparsers)
     return parser
 

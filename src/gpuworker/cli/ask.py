@@ -10,7 +10,7 @@ import msgspec
 
 from gpuworker.cli.options import Subparsers, add_verb
 from gpuworker.cli.output import print_json
-from gpuworker.cli.session import add_session_options, check_free
+from gpuworker.cli.session import add_key_options, add_session_options, check_free, client_keys
 from gpuworker.errors import ConfigError
 from gpuworker.ipc import BlockingClient
 from gpuworker.ipc.session import OBSERVER_REQUESTS
@@ -57,6 +57,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--json", action="store_true", help="on one line")
     add_session_options(parser)
+    add_key_options(parser)
     parser.set_defaults(run=_run)
 
 
@@ -101,6 +102,7 @@ def _run(arguments: argparse.Namespace) -> int:
         observe=is_question,
         epoch=None if is_question else arguments.epoch,
         client="gpuworker ask",
+        keys=client_keys(arguments),
         timeout_s=arguments.timeout_s,
     ) as worker:
         reply = as_dict(worker.ask(request))

@@ -58,7 +58,6 @@ def add_parser(subparsers: Subparsers) -> None:
         help="default: %(default)s, in which answers are exact",
     )
     parser.add_argument("--num-threads", type=int, metavar="N", help="compute threads")
-    parser.add_argument("--keep", action="store_true", help="leave the worker running at the end")
     parser.add_argument("--offline", action="store_true", help="use the generated tiny model")
     parser.add_argument("--cache-dir", type=Path, metavar="DIR", help="where the model is kept")
     parser.add_argument("--json", action="store_true", help="one JSON document, nothing else")
@@ -119,10 +118,7 @@ async def _demo(arguments: argparse.Namespace, directory: Path, show: Show) -> D
         async with connect(process.endpoint, client="gpuworker demo") as worker:
             await _drive(worker, tokenizer, arguments, show, result)
     finally:
-        if arguments.keep:
-            show.note(f"still running: gpuworker ask {process.endpoint} shutdown")
-        else:
-            await process.stop()
+        await process.stop()
     return result
 
 

@@ -16,7 +16,7 @@ import msgspec
 from gpuworker.actor import GPUWorker
 from gpuworker.cli.options import Subparsers, add_verb, add_worker_options, worker_config
 from gpuworker.cli.output import print_json, working
-from gpuworker.cli.session import add_session_options, check_free
+from gpuworker.cli.session import add_key_options, add_session_options, check_free, client_keys
 from gpuworker.config import LimitsConfig, WorkerConfig
 from gpuworker.engine import Engine, StreamDecoder, Tokenizer, WorkerLike, bring_up
 from gpuworker.errors import ConfigError
@@ -84,6 +84,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--json", action="store_true", help="one JSON document per prompt")
     add_session_options(parser)
+    add_key_options(parser)
     add_worker_options(parser)
     parser.set_defaults(run=_run)
 
@@ -201,7 +202,10 @@ async def _worker(arguments: argparse.Namespace, directory: Path) -> AsyncIterat
     if arguments.endpoint is not None:
         await asyncio.to_thread(check_free, arguments)
         async with connect(
-            arguments.endpoint, epoch=arguments.epoch, client="gpuworker generate"
+            arguments.endpoint,
+            epoch=arguments.epoch,
+            client="gpuworker generate",
+            keys=client_keys(arguments),
         ) as remote:
             yield remote
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
@@ -27,6 +28,7 @@ else:
     Subparsers = argparse._SubParsersAction  # generic for the type checker only
 _ConfigT = TypeVar("_ConfigT", bound=msgspec.Struct)
 
+_STDIN = Path("-")
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?i?)b?", re.IGNORECASE)
 
@@ -75,7 +77,9 @@ def size_bytes(text: str) -> int:
 def add_worker_options(parser: argparse.ArgumentParser) -> None:
     """Add the flags that make up a WorkerConfig; what is not given keeps its default."""
     group = parser.add_argument_group("worker (flags go before a configuration file)")
-    group.add_argument("--config", type=Path, metavar="FILE", help="TOML or JSON configuration")
+    group.add_argument(
+        "--config", type=Path, metavar="FILE", help="TOML or JSON; - reads JSON from stdin"
+    )
     group.add_argument("--revision", help="revision of a repo id")
     group.add_argument("--dtype", choices=get_args(DType), help="default: auto, the checkpoint's")
     group.add_argument(
@@ -123,7 +127,9 @@ def worker_config(arguments: argparse.Namespace) -> WorkerConfig:
         value = vars(arguments).get(option)
         if value is not None:
             given.setdefault(section, {})[field] = value
-    if arguments.config is not None:
+    if arguments.config == _STDIN:
+        config = _config_from_stdin()
+    elif arguments.config is not None:
         config = load_config(arguments.config)
     elif "model" in given.get("model", {}):
         config = WorkerConfig(model=ModelConfig(model=given["model"]["model"]))
@@ -133,6 +139,13 @@ def worker_config(arguments: argparse.Namespace) -> WorkerConfig:
         section: _changed(getattr(config, section), fields) for section, fields in given.items()
     }
     return _changed(config, sections)
+
+
+def _config_from_stdin() -> WorkerConfig:
+    try:
+        return msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerConfig)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ConfigError(f"the configuration on stdin: {error}") from error
 
 
 def _changed(struct: _ConfigT, fields: dict[str, Any]) -> _ConfigT:

@@ -14,11 +14,11 @@ from gpuworker.errors import (
     ClientError,
     ConfigError,
     ConnectionLost,
-    MalformedMessage,
     RequestTimeout,
     WorkerError,
 )
 from gpuworker.ipc.conversation import Conversation, hello
+from gpuworker.ipc.curve import ClientKeys
 from gpuworker.ipc.endpoint import check_peer
 from gpuworker.ipc.monitor import EVENTS, event_of
 from gpuworker.ipc.sockets import RETRY_S, configure_client
@@ -68,7 +68,8 @@ class BlockingClient:
     observe it says none, and may only ask for health, status, limits and the KV cache's spec.
 
     Raises ConfigError for an endpoint that cannot be and ConnectionLost when no worker answers
-    there within connect_timeout_s. timeout_s limits each reply; None waits for ever. lease_s:
+    there within connect_timeout_s. keys are for an encrypted endpoint; one with other keys
+    looks like one where nobody answers. timeout_s limits each reply; None waits for ever. lease_s:
     silence after which the worker ends the session; nothing renews it but what is sent. A lost
     connection stays lost, because who answers next may be another worker: make a new client.
     """
@@ -81,10 +82,11 @@ class BlockingClient:
         client: str = "",
         observe: bool = False,
         lease_s: float | None = None,
+        keys: ClientKeys | None = None,
         timeout_s: float | None = None,
         connect_timeout_s: float = _CONNECT_TIMEOUT_S,
     ) -> None:
-        self._endpoint = check_peer(endpoint)
+        self._endpoint = check_peer(endpoint, encrypted=keys is not None)
         if observe and (epoch is not None or lease_s is not None):
             raise ConfigError("an observer has no session, so neither an epoch nor a lease")
         self._timeout_s = timeout_s
@@ -92,7 +94,7 @@ class BlockingClient:
         self._welcome: Welcome | None = None
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        configure_client(self._socket, endpoint)
+        configure_client(self._socket, endpoint, keys)
         self._monitor = self._socket.get_monitor_socket(EVENTS)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -234,9 +236,9 @@ class BlockingClient:
     def _take(self, frames: list[bytes]) -> None:
         try:
             came = self._conversation.reply(frames)
-        except MalformedMessage as error:
-            # Nobody can tell whose reply this was, so nobody may wait for it.
-            self._lose(f"{self._endpoint} answers what cannot be read: {error}")
+        except WorkerError as error:
+            # Unreadable, or word of a loss: nobody can tell whose reply it was, so nobody waits.
+            self._lose(f"the replies of {self._endpoint} cannot be followed: {error}")
             return
         if came is not None:
             came[0]._answer = came[1]

@@ -14,11 +14,11 @@ from gpuworker.errors import (
     ClientError,
     ConfigError,
     ConnectionLost,
-    MalformedMessage,
     RequestTimeout,
     WorkerError,
 )
 from gpuworker.ipc.conversation import Conversation, hello
+from gpuworker.ipc.curve import ClientKeys
 from gpuworker.ipc.endpoint import check_peer
 from gpuworker.ipc.loop_socket import LoopSocket
 from gpuworker.ipc.monitor import EVENTS, event_of
@@ -143,9 +143,9 @@ class RemoteWorker:
     def _take(self, frames: list[bytes]) -> None:
         try:
             came = self._conversation.reply(frames)
-        except MalformedMessage as error:
-            # Nobody can tell whose reply this was, so nobody may wait for it.
-            self._fail_pending(f"{self._endpoint} answers what cannot be read: {error}")
+        except WorkerError as error:
+            # Unreadable, or word of a loss: nobody can tell whose reply it was, so nobody waits.
+            self._fail_pending(f"the replies of {self._endpoint} cannot be followed: {error}")
             return
         if came is not None:
             _settle(*came)
@@ -194,6 +194,7 @@ async def connect(
     client: str = "",
     observe: bool = False,
     lease_s: float | None = None,
+    keys: ClientKeys | None = None,
     timeout_s: float | None = None,
     connect_timeout_s: float = CONNECT_TIMEOUT_S,
 ) -> AsyncIterator[RemoteWorker]:
@@ -205,16 +206,17 @@ async def connect(
     observer may ask for health, status, limits and the KV cache's spec.
 
     lease_s: silence after which the worker ends the session; it is renewed in the background.
+    keys: for an encrypted endpoint; one with other keys looks like one where nobody answers.
     timeout_s limits each ask. Raises ConfigError for an endpoint that cannot be, ConnectionLost
     when no worker answers there within connect_timeout_s. (A hello waits for the step or move
     that runs; connect_timeout_s does not count that.)
     """
-    check_peer(endpoint)
+    check_peer(endpoint, encrypted=keys is not None)
     if observe and (epoch is not None or lease_s is not None):
         raise ConfigError("an observer has no session, so neither an epoch nor a lease")
     with zmq.asyncio.Context() as context:
         socket = zmq.Socket(context, zmq.DEALER)
-        configure_client(socket, endpoint)
+        configure_client(socket, endpoint, keys)
         socket.setsockopt(zmq.SNDHWM, 0)  # submit cannot wait, and its callers wait for replies
         monitor = cast("zmq.asyncio.Socket", socket.get_monitor_socket(EVENTS))
         worker = RemoteWorker(socket, endpoint, timeout_s)

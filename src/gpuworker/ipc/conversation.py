@@ -12,6 +12,7 @@ from gpuworker.ipc.wire import (
     VERSION,
     Kind,
     RequestHeader,
+    decode_failure,
     decode_reply,
     decode_reply_header,
     encode_request,
@@ -75,10 +76,12 @@ class Conversation(Generic[W]):
     def reply(self, frames: Sequence[bytes]) -> tuple[W, Reply | WorkerError | ClientError] | None:
         """Return who waits for a reply and what to tell; None when nobody does.
 
-        Raises MalformedMessage for bytes that are no reply, or another worker's: nobody can
-        tell then whose reply it was.
+        Raises MalformedMessage for bytes that are no reply, or another worker's, and
+        RepliesLost when the worker says so: nobody can tell then what became of the rest.
         """
         header = decode_reply_header(frames)
+        if not header.corr:
+            raise error_of(decode_failure(frames[1]))
         if self._boot_id and header.boot_id != self._boot_id:
             raise MalformedMessage(
                 f"the worker was {self._boot_id} and answers as {header.boot_id} now"

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gpuworker.errors import ConfigError
-from gpuworker.ipc.endpoint import prepare_directory
+from gpuworker.ipc.endpoint import EVENTS_SUFFIX, LOCK_SUFFIX, prepare_directory
 
 __all__ = ["owned"]
 
@@ -20,21 +20,24 @@ def owned(path: Path | None) -> Iterator[None]:
     """Own a socket file, by a lock file beside it; None (no file, no ownership) passes.
 
     Raises ConfigError when another worker lives on the path, when something other than a socket
-    is there, or when the directory cannot be used. Leaving removes the socket, the lock and the
-    directory that this call made.
+    is there, or when the directory cannot be used. Leaving removes the socket, that of the
+    events beside it, the lock, and the directory that this call made.
     """
     if path is None:
         yield
         return
-    lock_path = Path(f"{path}.lock")
+    lock_path = Path(f"{path}{LOCK_SUFFIX}")
+    sockets = (path, Path(f"{path}{EVENTS_SUFFIX}"))
     created = prepare_directory(path)
     lock = _lock(path, lock_path)
     try:
-        _refuse_other_files(path)
+        for socket in sockets:
+            _refuse_other_files(socket)
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)
+            for socket in sockets:
+                socket.unlink(missing_ok=True)
     finally:
         lock_path.unlink(missing_ok=True)  # before the lock ends, or it may be another worker's
         os.close(lock)

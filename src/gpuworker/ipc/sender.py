@@ -6,16 +6,29 @@ import asyncio
 import errno
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 import zmq
 
+from gpuworker.errors import RepliesLost
 from gpuworker.ipc.loop_socket import LoopSocket
+from gpuworker.ipc.wire import encode_body, failure_of
 
 __all__ = ["Letter", "Sender"]
 
 _PATIENCE_S = 1.0
 _RETRY_S = 0.002
+_NOTICE_S = 0.05
+"""Between two attempts to tell clients that replies to them were dropped."""
+_LOSS = encode_body(
+    failure_of(
+        RepliesLost(
+            "replies were dropped because this connection did not read; whatever is pending on it "
+            "has an unknown outcome. Read faster, or have less under way"
+        )
+    )
+)
 
 
 class Letter(NamedTuple):
@@ -34,7 +47,8 @@ class Sender:
     """Sends answers through a ROUTER; run sends those that had to wait.
 
     A client that does not read holds the others up once, until patience ends; from then on it
-    loses every reply that does not fit into its queue at once.
+    loses every reply that does not fit into its queue at once. As soon as it reads again it is
+    told so, before anything else, by a failure under corr 0.
     """
 
     def __init__(self, wire: LoopSocket, header: Callable[[Letter], bytes]) -> None:
@@ -46,7 +60,8 @@ class Sender:
         self._slow_peers: set[bytes] = set()
         self.num_sent = 0
         self.num_undeliverable = 0
-        self.last_is_out = asyncio.Event()
+        self.closing = asyncio.Event()
+        """Set when the answer to Shutdown has left, or by whoever wants no more letters."""
         self.progress = asyncio.Event()
         """Set whenever a letter has left; whoever waits clears it."""
 
@@ -65,7 +80,13 @@ class Sender:
         """Send what had to wait, until cancelled."""
         clock = asyncio.get_running_loop().time
         while True:
-            await self._has_late.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_NOTICE_S if self._slow_peers else None):
+                    await self._has_late.wait()
+            if not self._late:
+                for peer in tuple(self._slow_peers):
+                    self._tell_of_loss(peer)
+                continue
             letter = self._late[0]
             deadline = clock() + (0.0 if letter.peer in self._slow_peers else _PATIENCE_S)
             while not self._deliver(letter):
@@ -82,20 +103,33 @@ class Sender:
 
     def _deliver(self, letter: Letter) -> bool:
         """Send a letter; False when its client's queue is full."""
+        if letter.peer in self._slow_peers and not self._tell_of_loss(letter.peer):
+            return False
+        if (took := self._put(letter)) is None:
+            return False
+        self.num_sent += took
+        self.num_undeliverable += not took
+        self._left(letter)
+        return True
+
+    def _tell_of_loss(self, peer: bytes) -> bool:
+        """Tell a client that replies to it were dropped; False while it does not read."""
+        if self._put(Letter(peer, 0, 0, _LOSS)) is None:
+            return False
+        self._slow_peers.discard(peer)
+        return True
+
+    def _put(self, letter: Letter) -> bool | None:
+        """Say whether a client took a letter; None when its queue is full, False if it is gone."""
         try:
-            if not self._wire.send((letter.peer, self._header(letter), letter.body)):
-                return False
+            taken = self._wire.send((letter.peer, self._header(letter), letter.body))
         except zmq.ZMQError as error:
             if error.errno != errno.EHOSTUNREACH:
                 raise
-            self.num_undeliverable += 1  # it has gone
-        else:
-            self.num_sent += 1
-        self._slow_peers.discard(letter.peer)
-        self._left(letter)
-        return True
+            return False
+        return True if taken else None
 
     def _left(self, letter: Letter) -> None:
         self.progress.set()
         if letter.is_last:
-            self.last_is_out.set()
+            self.closing.set()

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from gpuworker.errors import (
     WorkerClosed,
     WorkerError,
 )
+from gpuworker.ipc.curve import ServerKeys, authenticating
 from gpuworker.ipc.endpoint import check_endpoint, ipc_path
 from gpuworker.ipc.epoch_file import EpochFile, epoch_path
 from gpuworker.ipc.ledger import NUM_REPLAYS
@@ -100,15 +101,22 @@ class Server:
     """
 
     def __init__(
-        self, worker: SubmitWorker, endpoint: str, *, epoch_file: Path | None = None
+        self,
+        worker: SubmitWorker,
+        endpoint: str,
+        *,
+        epoch_file: Path | None = None,
+        keys: ServerKeys | None = None,
     ) -> None:
         """Check the endpoint; raises ConfigError. Nothing is bound yet.
 
-        epoch_file remembers the highest session epoch across restarts; None chooses a place
-        by the endpoint, see epoch_path.
+        keys encrypt the connection and let only those in whose keys they list; without, tcp
+        takes loopback addresses only. epoch_file remembers the highest session epoch across
+        restarts; None chooses a place by the endpoint, see epoch_path.
         """
         self._worker = worker
-        self._endpoint = check_endpoint(endpoint)
+        self._keys = keys
+        self._endpoint = check_endpoint(endpoint, encrypted=keys is not None)
         self._epoch_file = epoch_file if epoch_file is not None else epoch_path(endpoint)
         self._boot_id = secrets.token_hex(8)
         self._events = ""
@@ -131,16 +139,19 @@ class Server:
         )
 
     async def run(self, on_ready: Callable[[str], None] | None = None) -> None:
-        """Bind and serve until the reply to Shutdown was sent, or until cancelled.
+        """Bind and serve until the reply to Shutdown was sent, until finish, or until cancelled.
 
         After Shutdown the requests that were accepted before still get their answers. on_ready
         gets the endpoint as bound, with the port that the system chose. Raises ConfigError when
         another worker lives on the endpoint or it cannot be bound.
         """
-        with owned(ipc_path(self._endpoint)), zmq.Context() as context:
+        async with AsyncExitStack() as stack:
+            stack.enter_context(owned(ipc_path(self._endpoint)))
+            context = stack.enter_context(zmq.Context())
+            await stack.enter_async_context(authenticating(context, self._keys))
             self._book = SessionBook(EpochFile(self._epoch_file), self._worker.config.limits.window)
             socket = context.socket(zmq.ROUTER)
-            configure_server(socket, self._endpoint)
+            configure_server(socket, self._endpoint, self._keys)
             try:
                 socket.bind(self._endpoint)
             except zmq.ZMQError as error:
@@ -153,13 +164,17 @@ class Server:
                 wire.start()
                 if on_ready is not None:
                     on_ready(bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0"))
-                await self._sender.last_is_out.wait()
+                await self._sender.closing.wait()
                 wire.stop()
                 await self._answer_owed()
             finally:
                 wire.stop()
                 await _stop([sending, *self._greetings])
                 socket.close()
+
+    def finish(self) -> None:
+        """Take in nothing more; run returns when what was accepted has been answered."""
+        self._sender.closing.set()
 
     def _receive(self, frames: list[bytes]) -> None:
         peer, *rest = frames
@@ -290,10 +305,14 @@ class Server:
 
 
 async def serve(
-    worker: SubmitWorker, endpoint: str, *, on_ready: Callable[[str], None] | None = None
+    worker: SubmitWorker,
+    endpoint: str,
+    *,
+    keys: ServerKeys | None = None,
+    on_ready: Callable[[str], None] | None = None,
 ) -> None:
     """Serve a worker on an endpoint until it was shut down; see Server.run."""
-    await Server(worker, endpoint).run(on_ready)
+    await Server(worker, endpoint, keys=keys).run(on_ready)
 
 
 async def _stop(tasks: Sequence[asyncio.Task[None]]) -> None:

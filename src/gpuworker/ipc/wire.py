@@ -39,6 +39,7 @@ __all__ = [
     "ReplyHeader",
     "RequestHeader",
     "check_frames",
+    "decode_failure",
     "decode_reply",
     "decode_reply_header",
     "decode_request",
@@ -119,6 +120,7 @@ _tag_decoder = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _request_decoder: msgspec.msgpack.Decoder[Request[Any]] = msgspec.msgpack.Decoder(
     Union[REQUESTS]  # noqa: UP007  # a tuple of types cannot be joined with |
 )
+_failure_decoder = msgspec.msgpack.Decoder(Failure)
 _reply_decoders: dict[type[Request[Any]], msgspec.msgpack.Decoder[Reply]] = {
     request: msgspec.msgpack.Decoder(Union[reply, Failure])  # noqa: UP007
     for request, reply in REPLY_OF.items()
@@ -225,6 +227,14 @@ def decode_reply(request: type[Request[Any]], body: bytes) -> Reply:
         return _reply_decoders[request].decode(body)
     except (msgspec.DecodeError, RecursionError) as error:
         raise MalformedMessage(f"reply: {_reason(error)}") from error
+
+
+def decode_failure(body: bytes) -> Failure:
+    """Decode what travels under corr 0: it answers no request; raises MalformedMessage."""
+    try:
+        return _failure_decoder.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise MalformedMessage(f"failure: {_reason(error)}") from error
 
 
 def failure_of(error: WorkerError) -> Failure:

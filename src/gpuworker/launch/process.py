@@ -7,9 +7,9 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -17,16 +17,19 @@ import anyio
 import msgspec
 
 from gpuworker.config import WorkerConfig
-from gpuworker.errors import ClientError, ConnectionLost, WorkerError
+from gpuworker.errors import ConfigError, ConnectionLost
 from gpuworker.ipc import connect, default_endpoint
 from gpuworker.ipc.endpoint import ipc_path
-from gpuworker.messages import GetStatus, Shutdown
+from gpuworker.ipc.lock import owned
+from gpuworker.launch.host import endpoint_files
+from gpuworker.launch.output import Output
+from gpuworker.messages import GetHealth
 
 __all__ = ["ReadyLine", "WorkerProcess"]
 
 _KEPT_LINES = 20
-_CONNECT_TIMEOUT_S = 2.0
 _POLL_S = 0.01
+_LAST_CHANCE_S = 2.0
 
 
 class ReadyLine(msgspec.Struct, frozen=True):
@@ -40,10 +43,13 @@ class WorkerProcess:
     """A worker in a child process; an async context manager.
 
     Entering starts `python -m gpuworker serve`, waits for its ready line and for its answer to
-    GetStatus; a child that dies before raises ConnectionLost with its last words. Leaving sends
-    Shutdown, then SIGTERM, then SIGKILL to its whole process group, each with its time, and
-    removes its files; a cancelled scope does not cut this short. The child dies with this
-    process.
+    GetHealth; a child that dies before raises ConnectionLost with its last words. Leaving sends
+    SIGTERM, which lets the steps ahead finish, then SIGINT, which does not, then SIGKILL to its
+    whole process group, each with its time; a cancelled scope does not cut this short.
+
+    The child follows this process and those of die_with: when one of them dies, in whatever
+    way, it ends by itself and removes its files. Nothing of what passes between the two has a
+    name on disk.
     """
 
     def __init__(
@@ -53,20 +59,23 @@ class WorkerProcess:
         endpoint: str | None = None,
         command: Sequence[str] = (sys.executable, "-m", "gpuworker", "serve"),
         environment: Mapping[str, str] | None = None,
+        die_with: Iterable[int] = (),
         start_timeout_s: float = 60.0,
         stop_timeout_s: float = 10.0,
     ) -> None:
-        private = default_endpoint()
-        path = ipc_path(private)
-        assert path is not None
-        self.endpoint = endpoint or private
-        self._directory = path.parent  # short and private: holds the child's files, too
+        """Describe the process; die_with names the pids it follows besides this one."""
+        self.endpoint = endpoint or default_endpoint()
+        self._path = ipc_path(self.endpoint)
+        self._is_private = endpoint is None
         self._config = config
         self._command = tuple(command)
         self._environment = {**os.environ, **(environment or {})}
+        self._die_with = tuple(die_with)
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = stop_timeout_s
         self._last_words = ""
+        self._stdout: Output
+        self._stderr: Output
         self._process: asyncio.subprocess.Process
 
     @property
@@ -76,42 +85,22 @@ class WorkerProcess:
 
     @property
     def returncode(self) -> int | None:
-        """Exit status of the worker; None while it lives."""
+        """Exit status of the worker, see ExitCode; None while it lives."""
         return self._process.returncode
 
     async def __aenter__(self) -> Self:
-        self._directory.mkdir(mode=0o700)
+        self._stdout, self._stderr = Output(), Output()
         try:
-            config_file = self._directory / "worker.json"
-            config_file.write_bytes(msgspec.json.encode(self._config))
-            # Files, not pipes: whatever the child prints, nobody has to read it for it to go on.
-            with (
-                (self._directory / "stdout").open("wb") as stdout,
-                (self._directory / "stderr").open("wb") as stderr,
-            ):
-                self._process = await asyncio.create_subprocess_exec(
-                    *self._command,
-                    "--config",
-                    str(config_file),
-                    "--endpoint",
-                    self.endpoint,
-                    "--die-with-parent",
-                    str(os.getpid()),
-                    "--json",
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=stdout,
-                    stderr=stderr,
-                    env=self._environment,
-                    start_new_session=True,  # a Ctrl-C in the terminal is ours to handle
-                )
+            await self._start()
             try:
                 await self._wait_until_ready()
             except BaseException:
                 with anyio.CancelScope(shield=True):
-                    await self._kill()
+                    await self._end()
+                    self._remove_leftovers()
                 raise
         except BaseException:
-            self._remove_files()
+            self._close_output()
             raise
         return self
 
@@ -126,75 +115,97 @@ class WorkerProcess:
 
     async def stop(self) -> int:
         """Stop the worker and return its exit status. Idempotent."""
-        if self._process.returncode is None:
-            try:
-                async with connect(self.endpoint, connect_timeout_s=_CONNECT_TIMEOUT_S) as worker:
-                    await worker.ask(Shutdown(), timeout_s=self._stop_timeout_s)
-            except (WorkerError, ClientError):
-                pass  # it may be gone, or stuck: the signals decide
-            if not await self._wait(self._stop_timeout_s):
-                await self._kill()
-        self._last_words = self.last_words()
-        self._remove_files()
+        await self._end()
+        self._close_output()
+        self._remove_leftovers()
         assert self._process.returncode is not None
         return self._process.returncode
 
     def last_words(self) -> str:
         """Return the last lines that the worker wrote to stderr; they are kept after stop."""
         try:
-            text = (self._directory / "stderr").read_text(errors="replace")
-        except FileNotFoundError:
+            return self._stderr.last_lines(_KEPT_LINES)
+        except ValueError:  # closed
             return self._last_words
-        return "\n".join(text.splitlines()[-_KEPT_LINES:])
+
+    async def _start(self) -> None:
+        follow = [
+            word for pid in (os.getpid(), *self._die_with) for word in ("--die-with", f"{pid}")
+        ]
+        with tempfile.TemporaryFile() as config:  # a pipe would need somebody to feed it
+            config.write(msgspec.json.encode(self._config))
+            config.seek(0)
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                "--config",
+                "-",
+                "--endpoint",
+                self.endpoint,
+                *follow,
+                "--json",
+                stdin=config,
+                stdout=self._stdout.fileno(),
+                stderr=self._stderr.fileno(),
+                env=self._environment,
+                start_new_session=True,  # a Ctrl-C in the terminal is ours to handle
+            )
 
     async def _wait_until_ready(self) -> None:
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                self.endpoint = await self._read_endpoint(self._directory / "stdout")
+                self.endpoint = await self._read_endpoint()
                 async with connect(
-                    self.endpoint, connect_timeout_s=self._start_timeout_s
+                    self.endpoint, observe=True, connect_timeout_s=self._start_timeout_s
                 ) as worker:
-                    await worker.ask(GetStatus())
+                    await worker.ask(GetHealth())
         except TimeoutError as error:
             raise ConnectionLost(
                 f"the worker process was not ready within {self._start_timeout_s:g} s:\n"
                 f"{self.last_words()}"
             ) from error
 
-    async def _read_endpoint(self, stdout: Path) -> str:
+    async def _read_endpoint(self) -> str:
         has_ended = False
         while not has_ended:
             has_ended = self._process.returncode is not None
-            if (endpoint := _ready_endpoint(stdout)) is not None:
-                return endpoint
+            for line in self._stdout.new_lines():
+                with suppress(msgspec.DecodeError):  # libraries print, too
+                    return msgspec.json.decode(line, type=ReadyLine).endpoint
             await asyncio.sleep(_POLL_S)
         raise ConnectionLost(
             f"the worker process ended with status {self._process.returncode} before it was "
             f"ready:\n{self.last_words()}"
         )
 
-    async def _wait(self, limit_s: float) -> bool:
-        try:
+    async def _end(self) -> None:
+        in_order = (signal.SIGTERM, self._stop_timeout_s)
+        at_once = (signal.SIGINT, _LAST_CHANCE_S)
+        for number, limit_s in (in_order, at_once):
+            if self._process.returncode is None:
+                with suppress(ProcessLookupError):
+                    os.kill(self._process.pid, number)
+                await self._wait(limit_s)
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # it leads its group
+            await self._process.wait()
+
+    async def _wait(self, limit_s: float) -> None:
+        with suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await self._process.wait()
-        except TimeoutError:
-            return False
-        return True
 
-    async def _kill(self) -> None:
-        if self._process.returncode is None:
-            self._process.terminate()
-            if not await self._wait(self._stop_timeout_s):
-                os.killpg(self._process.pid, signal.SIGKILL)  # it leads its group
-                await self._wait(self._stop_timeout_s)
+    def _close_output(self) -> None:
+        self._last_words = self.last_words()
+        self._stdout.close()
+        self._stderr.close()
 
-    def _remove_files(self) -> None:
-        # A killed worker leaves its socket and its lock there.
-        shutil.rmtree(self._directory, ignore_errors=True)
-
-
-def _ready_endpoint(stdout: Path) -> str | None:
-    for line in stdout.read_bytes().splitlines():
-        with suppress(msgspec.DecodeError):  # libraries print, too; a line may be half written
-            return msgspec.json.decode(line, type=ReadyLine).endpoint
-    return None
+    def _remove_leftovers(self) -> None:
+        """Remove what a worker leaves that was killed; nothing of another one."""
+        if self._path is None or not self._path.parent.is_dir():
+            return
+        with suppress(ConfigError), owned(self._path):  # removes the socket and the lock
+            for path in endpoint_files(self._path)[1:-1]:
+                path.unlink(missing_ok=True)
+        if self._is_private:
+            shutil.rmtree(self._path.parent, ignore_errors=True)
