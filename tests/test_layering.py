@@ -34,6 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("lifecycle",),
     ("states",),
     ("reports",),
+    ("announcer",),
     ("actor", "watchdog"),
     ("testing", "engine", "launch", "steplog"),
     ("cli",),

@@ -16,6 +16,7 @@ from typing import Any, Self, cast
 import anyio
 import msgspec
 
+from gpuworker.announcer import Announcer
 from gpuworker.config import WorkerConfig
 from gpuworker.device.thread import DeviceThread
 from gpuworker.errors import (
@@ -120,6 +121,7 @@ class GPUWorker:
         self._num_answered = 0
         self._num_refused = 0
         self._last_error = ""
+        self.events = Announcer(self._moment)
         self._loop_lag_s = 0.0
         self._started = time.monotonic()
         self._runtime: Runtime
@@ -265,8 +267,10 @@ class GPUWorker:
         self._notice_fault()
 
     def _notice_fault(self) -> None:
-        if self._runtime.progress.fault is not None:
+        is_over = self._lifecycle.state in (State.FAULTED, State.CLOSED)
+        if self._runtime.progress.fault is not None and not is_over:
             self._lifecycle.fault()
+            self.events.look()
 
     # -- the single consumer -----------------------------------------------------------------
 
@@ -314,6 +318,7 @@ class GPUWorker:
 
     async def _move(self, envelope: _Envelope) -> None:
         envelope.since = time.monotonic()
+        self._runtime.progress.move_bytes = (0, 0)
         self._moving = envelope
         try:
             with envelope.scope:
@@ -340,6 +345,7 @@ class GPUWorker:
             # Withdrawn by its sender, or the worker is being stopped: nobody waits for ever.
             envelope.settle(None, _closed())
             envelope.finished.set()
+            self.events.look()
 
     # -- how it is ---------------------------------------------------------------------------
 

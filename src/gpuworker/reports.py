@@ -9,7 +9,7 @@ from gpuworker.lifecycle import State
 from gpuworker.messages import Health, HealthReport, Status
 from gpuworker.runtime import Runtime
 
-__all__ = ["Activity", "Moment", "activity_of", "health_of", "status_of"]
+__all__ = ["Activity", "Moment", "activity_of", "health_of", "status_of", "verdict_of"]
 
 
 class Activity(NamedTuple):
@@ -77,7 +77,7 @@ def health_of(moment: Moment) -> HealthReport:
     """Report whether the worker can serve and gets on; cheap."""
     runtime, progress = moment.runtime, moment.runtime.progress
     activity = activity_of(moment)
-    verdict = _verdict(moment, activity)
+    verdict = verdict_of(moment, activity)
     weights, asleep = runtime.weights_truth(), runtime.asleep()
     is_resident = weights == "defined" and not asleep
     is_free = verdict == "ok" and not moment.moving
@@ -109,7 +109,7 @@ def status_of(moment: Moment) -> Status:
     num_behind = max(moment.num_in_flight - (running is not None), 0)
     return Status(
         state=moment.state.value,
-        health=_verdict(moment, activity_of(moment)),
+        health=verdict_of(moment, activity_of(moment)),
         weights=runtime.weights_truth(),
         asleep=runtime.asleep(),
         memory=runtime.memory(),
@@ -128,7 +128,8 @@ def status_of(moment: Moment) -> Status:
     )
 
 
-def _verdict(moment: Moment, activity: Activity | None) -> Health:
+def verdict_of(moment: Moment, activity: Activity | None) -> Health:
+    """Say whether all is well, given what the device is busy with."""
     if moment.state is State.FAULTED:
         return "faulted"
     if activity is not None and activity.age_s > activity.limit_s:

@@ -33,6 +33,7 @@ class Progress:
         "fault",
         "last_error",
         "last_step_at",
+        "move_bytes",
         "num_steps",
         "running",
         "running_since",
@@ -45,8 +46,14 @@ class Progress:
         self.running_since = 0.0
         self.last_step_at: float | None = None
         self.last_error = ""
+        self.move_bytes = (0, 0)
+        """How many bytes the move under way has done, and of how many."""
         self.aborted_after: int | None = None
         """The step that did not run; until it is acknowledged, later ones are aborted."""
+
+    def note_bytes(self, done_bytes: int, total_bytes: int) -> None:
+        """Note how far the move under way has come."""
+        self.move_bytes = (done_bytes, total_bytes)
 
 
 class Runtime(ABC):

@@ -105,7 +105,7 @@ class TorchRuntime(Runtime):
         spill_dir = self.config.sleep.spill_dir
         weights = WeightStore(
             source.specs,
-            source.plan,
+            lambda: source.plan(self.progress.note_bytes),
             reader=self._reader,
             spill_dir=Path(spill_dir) if spill_dir is not None else None,
         )

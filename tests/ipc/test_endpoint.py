@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import fcntl
+import os
+import socket
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
+import zmq
 
 from gpuworker import messages as m
 from gpuworker.errors import ConfigError
 from gpuworker.ipc import BlockingClient, Server, connect, default_endpoint
-from gpuworker.ipc.endpoint import MAX_IPC_PATH_BYTES
+from gpuworker.ipc.endpoint import (
+    EPOCH_SUFFIX,
+    EVENTS_SUFFIX,
+    LOCK_SUFFIX,
+    MAX_IPC_PATH_BYTES,
+    check_endpoint,
+    check_peer,
+    events_endpoint,
+    events_peer,
+    prepare_directory,
+)
+from gpuworker.ipc.lock import owned
 from gpuworker.testing import fake_worker
 from ipc_serving import served
 
@@ -43,14 +58,13 @@ async def test_the_directory_must_be_private(tmp_path: Path) -> None:
                 pass
 
 
-@pytest.mark.parametrize("length", [MAX_IPC_PATH_BYTES - 1, MAX_IPC_PATH_BYTES])
-async def test_a_path_up_to_the_limit_connects(length: int) -> None:
-    # Public case B21.
-    directory = Path(default_endpoint().removeprefix("ipc://")).parent
-    name = "w" * (length - len(f"{directory}/"))
-    endpoint = f"ipc://{directory}/{name}"
-    async with fake_worker() as worker, served(worker, endpoint), connect(endpoint) as remote:
-        assert (await remote.ask(m.GetStatus())).state == "uninit"
+def test_the_limit_is_what_the_longest_socket_beside_it_can_have() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        longest = f"{directory}/".ljust(MAX_IPC_PATH_BYTES, "w") + EVENTS_SUFFIX
+        with zmq.Context() as context, context.socket(zmq.XPUB) as events:
+            with pytest.raises(zmq.ZMQError, match="longer than 107"):
+                events.bind(f"ipc://{longest}w")
+            events.bind(f"ipc://{longest}")
 
 
 @pytest.mark.parametrize(
@@ -69,6 +83,8 @@ async def test_a_path_up_to_the_limit_connects(length: int) -> None:
         ("tcp://127.0.0.1", "port"),
         ("tcp://127.0.0.1:http", "port"),
         ("tcp://127.0.0.1:70000", "port"),
+        ("tcp://:5555", "names no host"),
+        ("ipc:///tmp/w/worker.events", "belongs to another"),
     ],
 )
 async def test_an_endpoint_that_cannot_be_is_refused_by_both_sides(
@@ -83,6 +99,117 @@ async def test_an_endpoint_that_cannot_be_is_refused_by_both_sides(
     with pytest.raises(ConfigError):
         async with connect(endpoint):
             pass
+
+
+@pytest.mark.parametrize("suffix", [EVENTS_SUFFIX, LOCK_SUFFIX, EPOCH_SUFFIX])
+def test_an_endpoint_is_not_the_file_of_another_one(suffix: str) -> None:
+    with pytest.raises(ConfigError, match="belongs to another socket"):
+        check_endpoint(f"ipc:///tmp/w/worker{suffix}")
+
+
+LOOPBACK = ["127.0.0.1", "127.0.0.2", "[::1]", "localhost"]
+REMOTE = ["192.168.0.1", "10.0.0.1", "[2001:db8::1]", "[fe80::1%eth0]", "eth0", "example.org"]
+WILDCARD = ["*", "0.0.0.0", "[::]", "[::0]"]
+
+
+@pytest.mark.parametrize("host", LOOPBACK)
+@pytest.mark.parametrize("port", ["0", "*", "5555"])
+def test_a_loopback_address_needs_no_keys(host: str, port: str) -> None:
+    for encrypted in (False, True):
+        assert check_endpoint(f"tcp://{host}:{port}", encrypted=encrypted)
+        if port == "5555":
+            assert check_peer(f"tcp://{host}:{port}", encrypted=encrypted)
+
+
+@pytest.mark.parametrize("host", [*REMOTE, *WILDCARD])
+def test_any_other_address_needs_keys_and_the_error_names_the_way_out(host: str) -> None:
+    endpoint = f"tcp://{host}:5555"
+    with pytest.raises(ConfigError) as refusal:
+        check_endpoint(endpoint)
+    for words in (endpoint, "gpuworker keygen", "ipc://", "tcp://127.0.0.1"):
+        assert words in str(refusal.value)
+    assert ("all addresses" in str(refusal.value)) == (host in WILDCARD)
+    assert check_endpoint(endpoint, encrypted=True) == endpoint
+    with pytest.raises(ConfigError, match="needs keys"):
+        check_peer(endpoint)
+
+
+@pytest.mark.parametrize("host", WILDCARD)
+def test_a_client_connects_to_one_address(host: str) -> None:
+    with pytest.raises(ConfigError, match="connect to one of them"):
+        check_peer(f"tcp://{host}:5555", encrypted=True)
+
+
+@pytest.mark.parametrize(
+    "host", ["", "::1", "[localhost]", "[127.0.0.1", "a b", "eth0;127.0.0.1", "-x", "x/y", "[::1]x"]
+)
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_what_is_no_host_is_refused_with_keys_too(host: str, encrypted: bool) -> None:
+    # A source address ("eth0;...") and a bare IPv6 address mean to libzmq what nobody intended.
+    with pytest.raises(ConfigError, match="names no host"):
+        check_endpoint(f"tcp://{host}:5555", encrypted=encrypted)
+
+
+def test_events_have_a_socket_beside_ipc_and_a_port_beside_tcp() -> None:
+    assert events_endpoint("ipc:///run/w/worker") == "ipc:///run/w/worker.events"
+    assert events_endpoint("tcp://127.0.0.1:5555") == "tcp://127.0.0.1:*"
+    assert events_endpoint("tcp://[::1]:0") == "tcp://[::1]:*"
+
+
+@pytest.mark.parametrize(
+    ("reached", "announced", "connected"),
+    [
+        ("ipc:///mnt/w/worker", "ipc:///run/w/worker.events", "ipc:///mnt/w/worker.events"),
+        ("tcp://10.0.0.1:5555", "tcp://0.0.0.0:6666", "tcp://10.0.0.1:6666"),
+        ("tcp://[::1]:5555", "tcp://[::]:6666", "tcp://[::1]:6666"),
+        ("tcp://gpu7:5555", "tcp://192.0.2.1:6666", "tcp://gpu7:6666"),
+    ],
+)
+def test_a_worker_sends_nobody_elsewhere_for_its_events(
+    reached: str, announced: str, connected: str
+) -> None:
+    assert events_peer(reached, announced) == connected
+
+
+@pytest.mark.parametrize("announced", ["", "tcp://", "tcp://x:", "tcp://x:*", "tcp://x:99999"])
+def test_an_announcement_without_a_port_is_refused(announced: str) -> None:
+    with pytest.raises(ConfigError, match="port"):
+        events_peer("tcp://127.0.0.1:5555", announced)
+
+
+def test_every_directory_that_is_made_is_private(tmp_path: Path) -> None:
+    # mkdir(parents=True) gives its mode to the last one only, and others could then swap that.
+    path = tmp_path / "a" / "b" / "worker"
+    before = os.umask(0)
+    try:
+        assert prepare_directory(path)
+    finally:
+        os.umask(before)
+    for directory in (path.parent, path.parent.parent):
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert not prepare_directory(path)
+
+
+def test_the_default_goes_where_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/tmp")
+    assert default_endpoint().startswith("ipc:///tmp/gpuworker-")
+    monkeypatch.setattr(tempfile, "tempdir", "/var/tmp")
+    for unusable in ("", "relative", "/nonexistent", f"/tmp/{'x' * 90}"):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", unusable)
+        assert default_endpoint().startswith("ipc:///var/tmp/gpuworker-")
+    assert check_endpoint(default_endpoint()) != default_endpoint()
+
+
+def test_both_sockets_of_an_endpoint_are_taken_over_and_removed(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    path = tmp_path / "worker"
+    events = Path(f"{path}{EVENTS_SUFFIX}")
+    for left in (path, events):
+        with socket.socket(socket.AF_UNIX) as stale:
+            stale.bind(str(left))
+    with owned(path):
+        assert Path(f"{path}{LOCK_SUFFIX}").exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:*", "tcp://127.0.0.1:0"])
@@ -102,7 +229,7 @@ async def test_port_zero_becomes_the_port_that_was_bound(host: str) -> None:
             assert (await remote.ask(m.GetStatus())).state == "uninit"
 
 
-@pytest.mark.parametrize("name", ["worker", "worker.lock"])
+@pytest.mark.parametrize("name", ["worker", "worker.lock", "worker.events"])
 async def test_a_file_at_the_path_is_not_removed(tmp_path: Path, name: str) -> None:
     tmp_path.chmod(0o700)
     precious = tmp_path / name

@@ -19,6 +19,7 @@ from gpuworker.cli import (
     keygen,
     serve,
     tables,
+    watch,
 )
 from gpuworker.errors import ClientError, ConfigError, WorkerError
 
@@ -49,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"gpuworker {__version__}")
     subparsers = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for verb in (demo, serve, generate, ask, keygen, tables, docs, doctor):
+    for verb in (demo, serve, generate, ask, watch, keygen, tables, docs, doctor):
         verb.add_parser(subparsers)
     return parser
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -22,12 +22,14 @@ from gpuworker.errors import (
     WorkerClosed,
     WorkerError,
 )
+from gpuworker.events import EventSource
 from gpuworker.ipc.curve import ServerKeys, authenticating
-from gpuworker.ipc.endpoint import check_endpoint, ipc_path
+from gpuworker.ipc.endpoint import check_endpoint, events_endpoint, ipc_path
 from gpuworker.ipc.epoch_file import EpochFile, epoch_path
 from gpuworker.ipc.ledger import NUM_REPLAYS
 from gpuworker.ipc.lock import owned
 from gpuworker.ipc.loop_socket import LoopSocket
+from gpuworker.ipc.publisher import Publisher
 from gpuworker.ipc.sender import Letter, Sender
 from gpuworker.ipc.session import Call, Session, SessionBook
 from gpuworker.ipc.sockets import configure_server
@@ -107,11 +109,13 @@ class Server:
         *,
         epoch_file: Path | None = None,
         keys: ServerKeys | None = None,
+        events: EventSource | None = None,
     ) -> None:
         """Check the endpoint; raises ConfigError. Nothing is bound yet.
 
         keys encrypt the connection and let only those in whose keys they list; without, tcp
-        takes loopback addresses only. epoch_file remembers the highest session epoch across
+        takes loopback addresses only. events, of the worker, are published beside the
+        endpoint. epoch_file remembers the highest session epoch across
         restarts; None chooses a place by the endpoint, see epoch_path.
         """
         self._worker = worker
@@ -119,7 +123,8 @@ class Server:
         self._endpoint = check_endpoint(endpoint, encrypted=keys is not None)
         self._epoch_file = epoch_file if epoch_file is not None else epoch_path(endpoint)
         self._boot_id = secrets.token_hex(8)
-        self._events = ""
+        self._source = events
+        self._events = ""  # where they are published
         self._book: SessionBook  # from run on, when the endpoint is ours
         self._recording = asyncio.Lock()
         self._greetings: set[asyncio.Task[None]] = set()
@@ -150,27 +155,32 @@ class Server:
             context = stack.enter_context(zmq.Context())
             await stack.enter_async_context(authenticating(context, self._keys))
             self._book = SessionBook(EpochFile(self._epoch_file), self._worker.config.limits.window)
-            socket = context.socket(zmq.ROUTER)
+            socket = stack.enter_context(context.socket(zmq.ROUTER))
             configure_server(socket, self._endpoint, self._keys)
             try:
                 socket.bind(self._endpoint)
             except zmq.ZMQError as error:
-                socket.close(linger=0)
                 raise ConfigError(f"cannot bind {self._endpoint}: {error.strerror}") from error
+            if self._source is not None:
+                publisher = Publisher(self._source, self._boot_id)
+                at = events_endpoint(self._endpoint)
+                self._events = publisher.start(context, at, self._keys)
+                stack.callback(publisher.stop)
+                stack.push_async_callback(_stop, asyncio.create_task(publisher.run()))
             wire = LoopSocket(socket, self._receive)
             self._sender = Sender(wire, self._header)
-            sending = asyncio.create_task(self._sender.run(), name="gpuworker late replies")
-            try:
-                wire.start()
-                if on_ready is not None:
-                    on_ready(bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0"))
-                await self._sender.closing.wait()
-                wire.stop()
-                await self._answer_owed()
-            finally:
-                wire.stop()
-                await _stop([sending, *self._greetings])
-                socket.close()
+            stack.push_async_callback(_stop, asyncio.create_task(self._sender.run()))
+            stack.push_async_callback(self._end_greetings)
+            stack.callback(wire.stop)
+            wire.start()
+            if on_ready is not None:
+                on_ready(bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0"))
+            await self._sender.closing.wait()
+            wire.stop()
+            await self._answer_owed()
+
+    async def _end_greetings(self) -> None:
+        await _stop(*self._greetings)
 
     def finish(self) -> None:
         """Take in nothing more; run returns when what was accepted has been answered."""
@@ -315,10 +325,11 @@ async def serve(
     await Server(worker, endpoint, keys=keys).run(on_ready)
 
 
-async def _stop(tasks: Sequence[asyncio.Task[None]]) -> None:
+async def _stop(*tasks: asyncio.Task[None]) -> None:
     for task in tasks:
         task.cancel()
-    await asyncio.wait(tasks)
+    if tasks:
+        await asyncio.wait(tasks)
 
 
 def _body(reply: Reply) -> bytes:

@@ -35,10 +35,12 @@ __all__ = [
     "MAX_REASON",
     "VERSION",
     "Answer",
+    "EventHeader",
     "Kind",
     "ReplyHeader",
     "RequestHeader",
     "check_frames",
+    "decode_event_header",
     "decode_failure",
     "decode_reply",
     "decode_reply_header",
@@ -47,6 +49,7 @@ __all__ = [
     "encode_body",
     "encode_request",
     "error_of",
+    "event_header",
     "failure_of",
     "reply_header",
 ]
@@ -112,9 +115,23 @@ class ReplyHeader(
     """New with every start of the worker."""
 
 
+class EventHeader(
+    msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True
+):
+    """What goes before the body of an event."""
+
+    kind: Annotated[int, msgspec.Meta(ge=0, le=255)]
+    seq: _Number
+    """Of the topic, from 1 on and without gaps; in a snapshot that of the last event, or 0."""
+    is_snapshot: bool
+    """Whether it says how things are for one who has just subscribed."""
+    boot_id: Annotated[str, msgspec.Meta(max_length=32)]
+
+
 _encoder = msgspec.msgpack.Encoder()
 _request_header_decoder = msgspec.msgpack.Decoder(RequestHeader)
 _reply_header_decoder = msgspec.msgpack.Decoder(ReplyHeader)
+_event_header_decoder = msgspec.msgpack.Decoder(EventHeader)
 _TAGS = frozenset(request.__struct_config__.tag for request in REQUESTS)
 _tag_decoder = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _request_decoder: msgspec.msgpack.Decoder[Request[Any]] = msgspec.msgpack.Decoder(
@@ -149,6 +166,23 @@ def encode_body(message: msgspec.Struct) -> bytes:
 def reply_header(header: ReplyHeader) -> bytes:
     """Encode the header of a reply."""
     return _frame(header)
+
+
+def event_header(header: EventHeader) -> bytes:
+    """Encode the header of an event."""
+    return _frame(header)
+
+
+def decode_event_header(frame: bytes) -> EventHeader:
+    """Return the header of an event; raises MalformedMessage for anything else."""
+    _check_magic(frame)
+    try:
+        decoded = _event_header_decoder.decode(memoryview(frame)[len(_PREFIX) :])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise MalformedMessage(f"header: {_reason(error)}") from error
+    if decoded.kind != Kind.EVENT:
+        raise MalformedMessage(f"kind {decoded.kind} is not expected here, 3 is")
+    return decoded
 
 
 def decode_request_header(frames: Frames) -> RequestHeader:
@@ -257,7 +291,7 @@ def error_of(failure: Failure) -> WorkerError:
     )
 
 
-def _frame(header: RequestHeader | ReplyHeader) -> bytes:
+def _frame(header: RequestHeader | ReplyHeader | EventHeader) -> bytes:
     return _PREFIX + _encoder.encode(header)
 
 

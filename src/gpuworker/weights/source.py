@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,8 +37,10 @@ class ModelSource:
     specs: tuple[ParameterSpec, ...]
     is_dummy: bool
 
-    def plan(self) -> Fill:
+    def plan(self, on_progress: Callable[[int, int], None] | None = None) -> Fill:
         """Check the checkpoint as it is now and return what reads it.
+
+        That calls on_progress(done_bytes, total_bytes) as it gets on.
 
         Raises CheckpointError that lists every missing, unknown or wrongly shaped tensor.
         """
@@ -50,7 +53,10 @@ class ModelSource:
             lambda name: is_ignorable(self.description, name),
             tied_head=self._tied_head(),
         )
-        return Fill(lambda params: load(plan, params), (*checkpoint.warnings, *plan.warnings))
+        return Fill(
+            lambda params: load(plan, params, on_progress=on_progress),
+            (*checkpoint.warnings, *plan.warnings),
+        )
 
     def _tied_head(self) -> tuple[str, str] | None:
         if not self.description.tie_word_embeddings:
