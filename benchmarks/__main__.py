@@ -12,6 +12,7 @@ BENCHMARKS = (
     "step_payload",
     "ipc_roundtrip",
     "step_pipeline",
+    "steplog",
     "bring_up",
     "sleep_wake",
     "generation",

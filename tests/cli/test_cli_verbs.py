@@ -87,7 +87,22 @@ def test_a_verb_that_computes_nothing_does_not_load_torch(arguments: list[str]) 
 
 
 @pytest.mark.parametrize(
-    "verb", ["demo", "serve", "generate", "ask", "states", "schema", "diagram", "doctor", "docs"]
+    "verb",
+    [
+        "demo",
+        "serve",
+        "generate",
+        "ask",
+        "watch",
+        "record",
+        "replay",
+        "keygen",
+        "states",
+        "schema",
+        "diagram",
+        "doctor",
+        "docs",
+    ],
 )
 def test_every_verb_teaches(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as done:

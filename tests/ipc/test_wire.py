@@ -45,7 +45,7 @@ HEADER_NUMBER = st.integers(0, 2**53 - 1)
 REQUEST_HEADER = st.builds(
     RequestHeader,
     kind=st.just(Kind.REQUEST),
-    corr=HEADER_NUMBER,
+    corr=st.integers(1, 2**53 - 1),
     epoch=HEADER_NUMBER,
     seq=HEADER_NUMBER,
     budget_us=st.integers(0, MAX_BUDGET_US),
@@ -293,6 +293,7 @@ HEADERS: list[tuple[list[bytes], str]] = [
     ([b"GW\x01" + msgspec.msgpack.encode([1, 1, 0, 0, 0, 0]), GOOD[1]], "header"),
     ([b"GW\x01" + b"\x91" * 200, GOOD[1]], "header"),
     ([b"GW\x01" + msgspec.msgpack.encode([1, 2**53]), GOOD[1]], "header"),
+    ([b"GW\x01" + msgspec.msgpack.encode([1, 0]), GOOD[1]], "header"),
     ([b"GW\x01" + msgspec.msgpack.encode([1, 1, 0, 0, MAX_BUDGET_US + 1]), GOOD[1]], "header"),
     ([GOOD[0] + b"\x00" * 300, GOOD[1]], "256"),
     ([b"GW\x01" + msgspec.msgpack.encode([2, 1, 0, 0, 0]), GOOD[1]], "kind 2"),

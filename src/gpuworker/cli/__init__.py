@@ -17,6 +17,8 @@ from gpuworker.cli import (
     doctor,
     generate,
     keygen,
+    record,
+    replay,
     serve,
     tables,
     watch,
@@ -50,7 +52,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"gpuworker {__version__}")
     subparsers = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for verb in (demo, serve, generate, ask, watch, keygen, tables, docs, doctor):
+    for verb in (
+        demo,
+        serve,
+        generate,
+        ask,
+        watch,
+        record,
+        replay,
+        keygen,
+        tables,
+        docs,
+        doctor,
+    ):
         verb.add_parser(subparsers)
     return parser
 

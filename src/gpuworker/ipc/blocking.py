@@ -204,8 +204,10 @@ class BlockingClient:
         if epoch is None:
             session = self.ask(GetHealth()).session
             epoch = (session.highest_epoch if session is not None else 0) + 1
-        self._welcome = self.ask(hello(epoch, client, lease_s))
-        self._conversation.begin(self._welcome)
+        request = hello(epoch, client, lease_s)
+        welcome = self.ask(request)
+        self._conversation.begin(request, welcome)
+        self._welcome = welcome
 
     def _connect(self, deadline: float) -> bool:
         self._socket.connect(self._endpoint)

@@ -126,8 +126,10 @@ class RemoteWorker:
         if epoch is None:
             session = (await self.ask(GetHealth())).session
             epoch = (session.highest_epoch if session is not None else 0) + 1
-        self._welcome = await self.ask(hello(epoch, client, lease_s))
-        self._conversation.begin(self._welcome)
+        request = hello(epoch, client, lease_s)
+        welcome = await self.ask(request)
+        self._conversation.begin(request, welcome)
+        self._welcome = welcome
 
     async def _renew(self, lease_s: float) -> None:
         while True:

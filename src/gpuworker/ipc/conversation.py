@@ -46,8 +46,13 @@ class Conversation(Generic[W]):
         self._epoch = 0
         self._boot_id = ""
 
-    def begin(self, welcome: Welcome) -> None:
-        """Speak in a session from now on."""
+    def begin(self, hello: Hello, welcome: Welcome) -> None:
+        """Speak in a session from now on; raises ConnectionLost for an answer that is none."""
+        if welcome.epoch != hello.epoch or welcome.version != VERSION:
+            raise ConnectionLost(
+                f"the worker at {self._endpoint} was asked for epoch {hello.epoch} in version "
+                f"{VERSION} and answers with epoch {welcome.epoch} in version {welcome.version}"
+            )
         self._epoch = welcome.epoch
         self._boot_id = welcome.boot_id
         self._next_seq = 1

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from gpuworker.errors import ConfigError
-from gpuworker.ipc.endpoint import ipc_path
+from gpuworker.ipc.endpoint import EPOCH_SUFFIX, ipc_path
 
 __all__ = ["EpochFile", "epoch_path"]
 
@@ -44,12 +44,13 @@ def epoch_path(endpoint: str) -> Path | None:
     """
     path = ipc_path(endpoint)
     if path is not None:
-        return None if _GENERATED.search(str(path)) else Path(f"{path}.epoch")
+        return None if _GENERATED.search(str(path)) else Path(f"{path}{EPOCH_SUFFIX}")
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     if port in ("*", "0"):
         return None
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    return Path(state) / "gpuworker" / f"tcp-{re.sub('[^0-9A-Za-z.]', '_', host)}-{port}.epoch"
+    name = re.sub("[^0-9A-Za-z.]", "_", host)
+    return Path(state) / "gpuworker" / f"tcp-{name}-{port}{EPOCH_SUFFIX}"
 
 
 def _read(path: Path) -> int:

@@ -86,5 +86,9 @@ class LoopSocket:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._on_message(frames)
+            try:
+                self._on_message(frames)
+            except BaseException:
+                self._look_again()  # the descriptor will not tell of what is there already
+                raise
         self._look_again()  # a flood must not starve the others

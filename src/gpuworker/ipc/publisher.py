@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Iterable
 
 import zmq
 
@@ -18,7 +17,9 @@ from gpuworker.ipc.wire import EventHeader, Kind, event_header
 
 __all__ = ["Publisher"]
 
-_SUBSCRIBED = 1
+_SUBSCRIBED, _UNSUBSCRIBED = b"\x01", b"\x00"
+_PREFIXES = frozenset({b"", *(topic.encode() for topic in TOPIC_OF.values())})
+_SNAPSHOT_DELAY_S = 0.01
 _TICK_S = 0.25
 _TICKS_PER_METRICS = 4
 
@@ -28,13 +29,16 @@ class Publisher:
 
     Frames are [topic | header | body]. A topic's events are numbered from 1 on; whoever finds
     a gap was too slow, and asks for health. A new subscription is answered with the snapshot
-    of its topics, which carries the number of the last event instead of one of its own.
+    of its topics, which carries the number of the last event instead of one of its own. Only
+    topics, and nothing for all of them, can be subscribed to, because libzmq would remember
+    whatever prefixes a peer makes up.
     """
 
     def __init__(self, source: EventSource, boot_id: str) -> None:
         self._source = source
         self._boot_id = boot_id
         self._seqs: Counter[str] = Counter()
+        self._newly_subscribed: set[bytes] = set()
         self._socket: zmq.Socket[bytes]
         self._wire: LoopSocket
 
@@ -70,14 +74,25 @@ class Publisher:
         self._socket.close(linger=0)
 
     def _subscription(self, frames: list[bytes]) -> None:
-        prefix = frames[0]
-        if len(frames) == 1 and prefix[:1] == bytes([_SUBSCRIBED]):
-            self._send_snapshot(prefix[1:], self._source.snapshot())
+        # The option concerns the peer whose message was the last one.
+        kind, prefix = frames[0][:1], frames[0][1:]
+        if len(frames) != 1 or prefix not in _PREFIXES:
+            return
+        if kind == _UNSUBSCRIBED:
+            self._socket.setsockopt(zmq.UNSUBSCRIBE, prefix)
+        elif kind == _SUBSCRIBED:
+            self._socket.setsockopt(zmq.SUBSCRIBE, prefix)
+            if not self._newly_subscribed:  # those who come together share a snapshot
+                asyncio.get_running_loop().call_later(_SNAPSHOT_DELAY_S, self._send_snapshots)
+            self._newly_subscribed.add(prefix)
 
-    def _send_snapshot(self, prefix: bytes, events: Iterable[Event]) -> None:
-        for event in events:
+    def _send_snapshots(self) -> None:
+        prefixes, self._newly_subscribed = self._newly_subscribed, set()
+        if self._socket.closed:
+            return
+        for event in self._source.snapshot():
             topic = TOPIC_OF[type(event)]
-            if topic.encode().startswith(prefix):
+            if b"" in prefixes or topic.encode() in prefixes:
                 self._send(topic, event, is_snapshot=True)
 
     def _publish(self, event: Event) -> None:

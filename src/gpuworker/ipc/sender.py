@@ -46,16 +46,18 @@ class Letter(NamedTuple):
 class Sender:
     """Sends answers through a ROUTER; run sends those that had to wait.
 
-    A client that does not read holds the others up once, until patience ends; from then on it
-    loses every reply that does not fit into its queue at once. As soon as it reads again it is
-    told so, before anything else, by a failure under corr 0.
+    A client that does not read holds nobody else up. After some patience it loses what it was
+    owed, and from then on every reply that does not fit into its queue at once. As soon as it
+    reads again it is told so, before anything else, by a failure under corr 0.
     """
 
     def __init__(self, wire: LoopSocket, header: Callable[[Letter], bytes]) -> None:
         """header makes the first frame of a letter when it goes out."""
         self._wire = wire
         self._header = header
-        self._late: deque[Letter] = deque()
+        self._late: dict[bytes, deque[Letter]] = {}
+        self._deadlines: dict[bytes, float] = {}
+        """Of the first late letter of each peer that has some."""
         self._has_late = asyncio.Event()
         self._slow_peers: set[bytes] = set()
         self.num_sent = 0
@@ -68,12 +70,19 @@ class Sender:
     @property
     def num_late(self) -> int:
         """Letters that wait."""
-        return len(self._late)
+        return sum(map(len, self._late.values()))
 
     def send(self, letter: Letter) -> None:
-        """Send a letter at once, or behind those that have to wait."""
-        if self._late or not self._deliver(letter):
-            self._late.append(letter)
+        """Send a letter at once, or behind those to the same client that have to wait."""
+        late = self._late.get(letter.peer)
+        if late is not None:
+            late.append(letter)
+        elif not self._deliver(letter):
+            if letter.peer in self._slow_peers:
+                self._drop(letter)
+                return
+            self._late[letter.peer] = deque([letter])
+            self._be_patient(letter.peer)
             self._has_late.set()
 
     async def run(self) -> None:
@@ -83,23 +92,30 @@ class Sender:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_NOTICE_S if self._slow_peers else None):
                     await self._has_late.wait()
-            if not self._late:
-                for peer in tuple(self._slow_peers):
-                    self._tell_of_loss(peer)
-                continue
-            letter = self._late[0]
-            deadline = clock() + (0.0 if letter.peer in self._slow_peers else _PATIENCE_S)
-            while not self._deliver(letter):
-                if clock() >= deadline:
-                    self._slow_peers.add(letter.peer)
-                    self.num_undeliverable += 1
-                    self._left(letter)
-                    break
-                await asyncio.sleep(_RETRY_S)
-            self._late.popleft()
+            for peer in tuple(self._slow_peers):
+                self._tell_of_loss(peer)
+            for peer, letters in tuple(self._late.items()):
+                while letters and self._deliver(letters[0]):
+                    letters.popleft()
+                    self._be_patient(peer)
+                if letters and clock() >= self._deadlines[peer]:
+                    self._slow_peers.add(peer)
+                    for letter in letters:
+                        self._drop(letter)
+                    letters.clear()
+                if not letters:
+                    del self._late[peer], self._deadlines[peer]
             if not self._late:
                 self._has_late.clear()
-            await asyncio.sleep(0)
+            else:
+                await asyncio.sleep(_RETRY_S)
+
+    def _be_patient(self, peer: bytes) -> None:
+        self._deadlines[peer] = asyncio.get_running_loop().time() + _PATIENCE_S
+
+    def _drop(self, letter: Letter) -> None:
+        self.num_undeliverable += 1
+        self._left(letter)
 
     def _deliver(self, letter: Letter) -> bool:
         """Send a letter; False when its client's queue is full."""

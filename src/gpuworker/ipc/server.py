@@ -125,7 +125,7 @@ class Server:
         self._boot_id = secrets.token_hex(8)
         self._source = events
         self._events = ""  # where they are published
-        self._book: SessionBook  # from run on, when the endpoint is ours
+        self._book = SessionBook(EpochFile(None), worker.config.limits.window)
         self._recording = asyncio.Lock()
         self._greetings: set[asyncio.Task[None]] = set()
         self._sender: Sender  # from run on, when the socket is there
@@ -133,6 +133,16 @@ class Server:
         self._next_log_s = 0.0
         self._num_requests = 0
         self._num_malformed = 0
+
+    @property
+    def boot_id(self) -> str:
+        """Name of this start of the worker, 16 hex digits; every reply carries it."""
+        return self._boot_id
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the present session; 0 without one, and before run."""
+        return self._book.epoch
 
     def statistics(self) -> ServerStatistics:
         """Return the counters of a server that runs or has run."""

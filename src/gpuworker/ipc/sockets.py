@@ -64,8 +64,8 @@ def configure_publisher(
 ) -> None:
     """Set every option of a worker's XPUB.
 
-    It says every subscription, not only the first one to a topic, so that each gets a
-    snapshot; what a subscriber does not take in is dropped, which the numbers show. Whoever
+    It says every subscription and grants none by itself: the publisher decides, and sends a
+    snapshot. What a subscriber does not take in is dropped, which the numbers show. Whoever
     subscribes sends nothing but subscriptions, so messages from there are small.
     """
     _configure(socket, endpoint)
@@ -74,7 +74,7 @@ def configure_publisher(
     socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
     socket.setsockopt(zmq.LINGER, _OFF)
     socket.setsockopt(zmq.HEARTBEAT_IVL, _OFF)
-    socket.setsockopt(zmq.XPUB_VERBOSE, 1)
+    socket.setsockopt(zmq.XPUB_MANUAL, 1)
     _guard(socket, keys)
 
 
@@ -137,6 +137,8 @@ def _identify(socket: zmq.Socket, keys: ClientKeys | None) -> None:  # type: ign
 
 def _configure(socket: zmq.Socket, endpoint: str) -> None:  # type: ignore[type-arg]
     socket.setsockopt(zmq.SNDTIMEO, _SEND_TIMEOUT_MS)
+    # Of each frame: libzmq keeps all frames of a message that does not end until its peer leaves,
+    # which only the choice of who may connect prevents.
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_BODY_BYTES + _CURVE_BYTES)
     socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
     # With a domain, libzmq does not speak its old protocol, whose bytes need no handshake.

@@ -90,7 +90,7 @@ class RequestHeader(
     """What goes before the body of a request."""
 
     kind: Annotated[int, msgspec.Meta(ge=0, le=255)]
-    corr: _Number
+    corr: Annotated[int, msgspec.Meta(ge=1, le=_MAX_NUMBER)]
     """The sender's number for it; the reply carries it back."""
     epoch: _Number = 0
     """Of the sender's session; 0 without one."""
@@ -107,6 +107,7 @@ class ReplyHeader(
 
     kind: Annotated[int, msgspec.Meta(ge=0, le=255)]
     corr: _Number
+    """That of the request; 0 with a failure that concerns the connection as a whole."""
     epoch: _Number
     """Of the worker's present session."""
     seq: _Number

@@ -113,6 +113,10 @@ class WorkerProcess:
         with anyio.CancelScope(shield=True):
             await self.stop()
 
+    async def wait(self) -> int:
+        """Wait until the worker ends by itself, as after Shutdown; return its exit status."""
+        return await self._process.wait()
+
     async def stop(self) -> int:
         """Stop the worker and return its exit status. Idempotent."""
         await self._end()
