@@ -10,7 +10,7 @@
 | ... and one slow client must not hold up the others     | test_server: does_not_read             |
 | PUB drops for a slow subscriber                         | here: the others get everything        |
 | a subscriber that joins late misses what was said       | here: every subscription is heard      |
-| ... and XPUB remembers every prefix that it makes up    | test_events: does_no_harm              |
+| ... and XPUB remembers every prefix that it makes up    | known: only who may connect is decided |
 | two peers with one identity; HANDOVER gives replies away| here: identities                       |
 | reconnect sends what was left over to the next worker   | test_connection: never_reaches_the_next|
 | a restart forgets what was sent and not read            | test_session, test_fencing (seq, hello)|

@@ -9,7 +9,9 @@ from pathlib import Path
 import msgspec
 
 from gpuworker.cli.options import Subparsers, add_verb
+from gpuworker.ipc.protocol_page import protocol_page
 from gpuworker.ipc.schema import json_schema, message_reference
+from gpuworker.ipc.vectors import protocol_vectors
 from gpuworker.lifecycle import State, legality_table, mermaid
 from gpuworker.states import TABLES
 
@@ -30,6 +32,7 @@ A fault of the device or of a peer leads from any state to `{faulted}`.
 | `stays` | accepted; drains the steps ahead, may be undone, keeps the state |
 | `yes` | accepted; handled in place, pipelines |
 | `at once` | answered without waiting behind anything |
+| `connection` | answered by the connection, whatever the state ([protocol.md](protocol.md)) |
 | empty | refused with IllegalMessage, which lists what is accepted |
 
 {matrix}"""
@@ -43,10 +46,13 @@ def generated_pages() -> dict[str, str]:
         faulted=State.FAULTED.value,
     )
     schema = msgspec.json.format(msgspec.json.encode(json_schema()), indent=2).decode()
+    vectors = msgspec.json.format(msgspec.json.encode(protocol_vectors()), indent=1).decode()
     return {
         "lifecycle.md": lifecycle,
         "messages.md": message_reference(),
         "messages.schema.json": schema + "\n",
+        "protocol.md": protocol_page(),
+        "protocol.vectors.json": vectors + "\n",
     }
 
 
@@ -56,7 +62,7 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "docs",
         help="write the pages that derive from the tables",
-        description="Write lifecycle.md, messages.md and messages.schema.json into a directory.",
+        description="Write the protocol, the messages and the lifecycle into a directory.",
         examples="  gpuworker docs docs\n  gpuworker docs --check docs",
     )
     parser.add_argument("directory", type=Path, help="where the pages live, for example docs")

@@ -68,4 +68,5 @@ async def _watch(arguments: argparse.Namespace) -> None:
 
 
 def _text(value: object) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+    text = f"{value:.3f}" if isinstance(value, float) else str(value)
+    return text if text.isprintable() else ascii(text)  # a line each, whatever a worker says

@@ -30,8 +30,9 @@ class Publisher:
     Frames are [topic | header | body]. A topic's events are numbered from 1 on; whoever finds
     a gap was too slow, and asks for health. A new subscription is answered with the snapshot
     of its topics, which carries the number of the last event instead of one of its own. Only
-    topics, and nothing for all of them, can be subscribed to, because libzmq would remember
-    whatever prefixes a peer makes up.
+    topics, and nothing for all of them, can be subscribed to. (libzmq still remembers the
+    prefixes that a peer makes up until it leaves; who may connect is a matter of the directory
+    or the keys.)
     """
 
     def __init__(self, source: EventSource, boot_id: str) -> None:
