@@ -11,6 +11,7 @@ BENCHMARKS = (
     "dispatch",
     "step_payload",
     "ipc_roundtrip",
+    "health",
     "step_pipeline",
     "steplog",
     "bring_up",

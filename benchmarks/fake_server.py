@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 
-from gpuworker.ipc import serve
+from gpuworker.ipc import Server
 from gpuworker.lifecycle import State
-from gpuworker.testing import fake_worker, walk_to
+from gpuworker.testing import FakeRuntime, fake_worker, walk_to
 
 
-async def _serve(endpoint: str) -> None:
+async def _serve(endpoint: str, step_s: float) -> None:
     async with fake_worker() as worker:
         await walk_to(worker, State.SERVING)
-        await serve(worker, endpoint, on_ready=lambda bound: print(bound, flush=True))
+        runtime = worker._runtime
+        assert isinstance(runtime, FakeRuntime)
+        if step_s:  # as a kernel does, without the interpreter lock
+            runtime.before_step = lambda step: time.sleep(step_s)
+        server = Server(worker, endpoint, direct=worker)
+        await server.run(lambda bound: print(bound, flush=True))
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve(sys.argv[1]))
+    asyncio.run(_serve(sys.argv[1], float(sys.argv[2]) if len(sys.argv) > 2 else 0.0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import multiprocessing
+import os
 import pickle
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import zmq
 
@@ -111,11 +113,17 @@ def _pickled_zmq() -> Iterator[Ask]:
 
 @contextmanager
 def _server(endpoint: str) -> Iterator[str]:
+    with _child(endpoint) as (_, bound):
+        yield bound
+
+
+@contextmanager
+def _child(endpoint: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     command = [sys.executable, "-m", "benchmarks.fake_server", endpoint]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         try:
-            yield child.stdout.readline().strip()
+            yield child, child.stdout.readline().strip()
         finally:
             child.terminate()
 
@@ -148,13 +156,17 @@ async def _measure_embedded(load: _Load, num_calls: int) -> list[float]:
         return await _asking(worker, load.step, num_calls)
 
 
-async def _measure_asyncio(endpoint: str, load: _Load, num_calls: int) -> list[float]:
-    async with connect(endpoint) as worker:
+async def _measure_asyncio(
+    endpoint: str, load: _Load, num_calls: int, *, ring: bool = False
+) -> list[float]:
+    async with connect(endpoint, ring=ring) as worker:
         return await _asking(worker, load.step, num_calls)
 
 
-def _measure_blocking(endpoint: str, load: _Load, num_calls: int) -> list[float]:
-    with BlockingClient(endpoint) as worker:
+def _measure_blocking(
+    endpoint: str, load: _Load, num_calls: int, *, ring: bool = False
+) -> list[float]:
+    with BlockingClient(endpoint, ring=ring) as worker:
         return _blocking(lambda: _take(worker.ask(load.step)), num_calls)
 
 
@@ -163,6 +175,7 @@ def main() -> None:
     arguments = benchmark_parser(__doc__ or "").parse_args()
     report = Report("ipc_roundtrip", arguments.output)
     num_rounds, num_calls = (2, 20) if arguments.quick else (9, 300)
+    _report_idle(report, 0.2 if arguments.quick else 5.0)
     with (
         _server(default_endpoint()) as ipc,
         _server("tcp://127.0.0.1:*") as tcp,
@@ -173,6 +186,12 @@ def main() -> None:
             "ipc, blocking client": lambda load: _measure_blocking(ipc, load, num_calls),
             "ipc, asyncio client": lambda load: asyncio.run(_measure_asyncio(ipc, load, num_calls)),
             "tcp loopback, blocking client": lambda load: _measure_blocking(tcp, load, num_calls),
+            "ring, blocking client": lambda load: _measure_blocking(
+                ipc, load, num_calls, ring=True
+            ),
+            "ring, asyncio client": lambda load: asyncio.run(
+                _measure_asyncio(ipc, load, num_calls, ring=True)
+            ),
             "embedded, no wire": lambda load: asyncio.run(_measure_embedded(load, num_calls)),
             "pipe, pickled dataclasses, no worker": lambda load: _blocking(
                 lambda: pipe(load), num_calls
@@ -207,6 +226,25 @@ def main() -> None:
                     num_requests=_NUM_REQUESTS,
                     num_new=num_new,
                 )
+
+
+def _report_idle(report: Report, seconds: float) -> None:
+    """Report what a worker's process uses while its ring lies idle."""
+    with (
+        _child(default_endpoint()) as (child, endpoint),
+        BlockingClient(endpoint, ring=True) as one,
+    ):
+        one.ask(_load(0).step)
+        time.sleep(0.1)
+        before, started = _cpu_s(child.pid), time.perf_counter()
+        time.sleep(seconds)
+        used = (_cpu_s(child.pid) - before) / (time.perf_counter() - started)
+    report.figure("idle CPU", 100 * used, "%", variant="ring, blocking client")
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":

@@ -47,7 +47,9 @@ def reply_frames(
 async def served(
     worker: GPUWorker, endpoint: str | None = None, *, keys: ServerKeys | None = None
 ) -> AsyncIterator[tuple[Server, str]]:
-    server = Server(worker, endpoint or default_endpoint(), keys=keys, events=worker.events)
+    server = Server(
+        worker, endpoint or default_endpoint(), keys=keys, events=worker.events, direct=worker
+    )
     bound: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(server.run(bound.set_result))
     await asyncio.wait([task, bound], return_when=asyncio.FIRST_COMPLETED)

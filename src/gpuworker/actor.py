@@ -18,7 +18,7 @@ import msgspec
 
 from gpuworker.announcer import Announcer
 from gpuworker.config import WorkerConfig
-from gpuworker.device.thread import DeviceThread
+from gpuworker.device.thread import DeviceThread, Lane
 from gpuworker.errors import (
     DeadlineExceeded,
     DeviceFault,
@@ -40,6 +40,7 @@ from gpuworker.messages import (
     ReplyT,
     Request,
     Shutdown,
+    StepOutput,
     message_tag,
 )
 from gpuworker.permit import Permit
@@ -210,6 +211,19 @@ class GPUWorker:
                 lambda future: envelope.scope.cancel() if future.cancelled() else None
             )
         return cast("asyncio.Future[ReplyT]", reply)
+
+    def attach(self, lane: Lane) -> None:
+        """Let the device thread look at a lane whenever it is idle."""
+        self._device.attach(lane)
+
+    def takes_steps(self) -> bool:
+        """Say whether a step may run now, ahead of nothing; a move that begins waits for it."""
+        is_busy = self._moving is not None or self._backlog or self._runtime.progress.fault
+        return self._lifecycle.state is State.SERVING and not is_busy
+
+    def run_step(self, step: ExecuteModel, permit: Permit) -> StepOutput:
+        """Run a step that takes_steps has let in. Device thread, as is takes_steps."""
+        return self._runtime.run_step(step, permit)
 
     def statistics(self) -> ActorStatistics:
         """Return the mailbox's counters."""

@@ -32,6 +32,7 @@ from gpuworker.replies import (
     PoolsResumed,
     Reply,
     RequestsDropped,
+    RingOpened,
     ServingStarted,
     SessionEnded,
     Status,
@@ -83,6 +84,7 @@ __all__ = [
     "MemoryProfiled",
     "MemoryUse",
     "ModelLoaded",
+    "OpenRing",
     "PeerHealth",
     "PoolsResumed",
     "ProfileMemory",
@@ -93,6 +95,7 @@ __all__ = [
     "RequestsDropped",
     "ResumePools",
     "ResumeSteps",
+    "RingOpened",
     "ServingStarted",
     "SessionEnded",
     "SessionHealth",
@@ -165,6 +168,14 @@ class Cancel(Request[Cancelled], frozen=True):
 
     corr: Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
     """The number that the request travelled under."""
+
+
+class OpenRing(Request[RingOpened], frozen=True):
+    """Exchange the session's messages through shared memory from now on, on the same machine.
+
+    Only while nothing of the session is unanswered. Session messages and questions of
+    observers still go over the socket.
+    """
 
 
 class InitDevice(Request[DeviceReady], frozen=True):
@@ -285,6 +296,7 @@ REQUESTS: tuple[type[Request[Any]], ...] = (
     Hello,
     EndSession,
     Cancel,
+    OpenRing,
     InitDevice,
     LoadModel,
     GetKVCacheSpec,
@@ -308,7 +320,7 @@ REQUESTS: tuple[type[Request[Any]], ...] = (
     GetHealth,
     Shutdown,
 )
-SESSION_REQUESTS: frozenset[type[Request[Any]]] = frozenset({Hello, EndSession, Cancel})
+SESSION_REQUESTS: frozenset[type[Request[Any]]] = frozenset({Hello, EndSession, Cancel, OpenRing})
 """Those that a connection answers, not the worker behind it."""
 
 

@@ -30,6 +30,7 @@ __all__ = [
     "PoolsResumed",
     "Reply",
     "RequestsDropped",
+    "RingOpened",
     "ServingStarted",
     "SessionEnded",
     "Status",
@@ -117,6 +118,21 @@ class Cancelled(Reply, frozen=True):
 
     outcome: Literal["withdrawn", "started", "unknown"]
     """unknown: answered already, or never accepted."""
+
+
+class RingOpened(Reply, frozen=True):
+    """Shared memory for the messages of this session; the client opens it through /proc.
+
+    /proc/PID/fd/NUMBER of the worker's process: the memory, the writing end of the pipe that
+    says that a request is there, the reading end of the one for replies.
+    """
+
+    pid: Number
+    memory_fd: Number
+    request_bell_fd: Number
+    reply_bell_fd: Number
+    ring_bytes: Bytes
+    """Data of each of the two rings; see gpuworker.ipc.ring."""
 
 
 class StepsResumed(Reply, frozen=True):

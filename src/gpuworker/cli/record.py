@@ -61,7 +61,8 @@ def run(
 
     def make_server(worker: GPUWorker, endpoint: str, **options: Any) -> Server:
         recorder = RecordingWorker(worker, log, epoch=lambda: server.epoch)
-        server = Server(recorder, endpoint, **options)
+        # No ring: its steps would pass the recorder by.
+        server = Server(recorder, endpoint, **{**options, "direct": None})
         log.begin(header_of(worker.config, boot_id=server.boot_id))
         recorders.append(recorder)
         return server

@@ -3,22 +3,52 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
+import select
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import anyio
 
 from gpuworker.errors import DeviceFault
 
-__all__ = ["DeviceThread"]
+__all__ = ["DeviceThread", "Lane"]
+
+_SPIN_S = 200e-6
+"""How long the thread looks at a lane before it sleeps; longer costs idle time, shorter latency."""
+_PARK_MS = 1000
 
 T = TypeVar("T")
 _Item = tuple[Callable[[], Any], asyncio.Future[Any]]
+
+
+class Lane(Protocol):
+    """Something that the device thread looks at when its queue is empty."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it need not be looked at any more."""
+
+    @property
+    def descriptor(self) -> int:
+        """What becomes readable when there is something to take."""
+
+    def take(self) -> bool:
+        """Do one piece of work, if there is one, and say whether there was."""
+
+    def is_empty(self) -> bool:
+        """Say whether there is nothing to take, having read the descriptor out."""
+
+    def end(self) -> None:
+        """Let nothing more be taken. Any thread."""
+
+    def close(self) -> None:
+        """Let go of it. Idempotent."""
 
 
 class DeviceThread:
@@ -36,6 +66,8 @@ class DeviceThread:
         self._outstanding: deque[asyncio.Future[Any]] = deque()  # in the order of submission
         self._lost: DeviceFault | None = None
         self._busy_since: float | None = None
+        self._lane: Lane | None = None  # of the device thread
+        self._bell: int | None = None  # wakes it beside a lane
 
     @property
     def is_lost(self) -> bool:
@@ -60,8 +92,14 @@ class DeviceThread:
             future.set_exception(self._lost)
             return future
         self._outstanding.append(future)
-        self._queue.put((lambda: call(*args), future))
+        self._put((lambda: call(*args), future))
         return future
+
+    def attach(self, lane: Lane) -> None:
+        """Look at a lane too from now on, in place of any other, until it is over."""
+        if self._bell is None:
+            self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.submit(self._look_at, lane)
 
     async def run(self, call: Callable[..., T], *args: Any) -> T:
         """Run a call and wait for it, even while being cancelled."""
@@ -79,9 +117,13 @@ class DeviceThread:
         """Finish what was submitted and end the thread; one that was given up is left alone."""
         with anyio.CancelScope(shield=True), suppress(DeviceFault):
             await self.drain()
-        self._queue.put(None)
+        self._put(None)
         if self._lost is None:
             self._thread.join()
+            self._look_at(None)
+            if self._bell is not None:
+                os.close(self._bell)
+                self._bell = None
 
     def abandon(self, error: DeviceFault) -> None:
         """Give a stuck thread up: calls that wait, the running one too, and later ones fail.
@@ -91,13 +133,57 @@ class DeviceThread:
         if self._lost is not None:
             return
         self._lost = error
+        if self._lane is not None:  # whoever waits there hears the end of it
+            self._lane.end()
+            self._lane.close()
         while self._outstanding:
             future = self._outstanding.popleft()
             if not future.done():
                 future.set_exception(error)
 
+    def _put(self, item: _Item | None) -> None:
+        self._queue.put(item)
+        if self._bell is not None:
+            os.eventfd_write(self._bell, 1)
+
+    def _look_at(self, lane: Lane | None) -> None:
+        if self._lane is not None:
+            self._lane.close()
+        self._lane = lane
+
+    def _next(self) -> _Item | None:
+        """Return what was submitted next; until then work off the lane."""
+        while (lane := self._lane) is not None and self._queue.empty():
+            if lane.is_over:
+                self._look_at(None)
+            elif not self._work_off(lane):
+                self._park(lane)
+        return self._queue.get()
+
+    def _work_off(self, lane: Lane) -> bool:
+        """Take what comes within a short time of the last; False when nothing has come."""
+        poller = select.poll()
+        until = time.perf_counter() + _SPIN_S
+        while not lane.take():
+            if time.perf_counter() > until or lane.is_over or not self._queue.empty():
+                return False
+            poller.poll(0)  # lets the other threads run
+        return True
+
+    def _park(self, lane: Lane) -> None:
+        """Sleep until something is submitted or comes on the lane."""
+        assert self._bell is not None
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+        if not lane.is_empty() or not self._queue.empty() or lane.is_over:
+            return
+        poller = select.poll()
+        poller.register(self._bell, select.POLLIN)
+        poller.register(lane.descriptor, select.POLLIN)
+        poller.poll(_PARK_MS)
+
     def _serve(self) -> None:
-        while (item := self._queue.get()) is not None:
+        while (item := self._next()) is not None:
             if self._lost is not None:
                 continue
             call, future = item

@@ -14,19 +14,22 @@ from gpuworker.errors import (
     ClientError,
     ConfigError,
     ConnectionLost,
+    MalformedMessage,
     RequestTimeout,
     WorkerError,
 )
-from gpuworker.ipc.conversation import Conversation, hello
+from gpuworker.ipc.conversation import BESIDE_RING, Conversation, hello
 from gpuworker.ipc.curve import ClientKeys
 from gpuworker.ipc.endpoint import check_peer
 from gpuworker.ipc.monitor import EVENTS, event_of
+from gpuworker.ipc.ring_memory import ClientRings
 from gpuworker.ipc.sockets import RETRY_S, configure_client
 from gpuworker.messages import (
     Cancel,
     Cancelled,
     EndSession,
     GetHealth,
+    OpenRing,
     Reply,
     ReplyT,
     Request,
@@ -37,6 +40,7 @@ __all__ = ["BlockingClient", "PendingReply"]
 
 _CONNECT_TIMEOUT_S = 10.0
 _LEAVE_TIMEOUT_S = 1.0
+_SPIN_S = 200e-6
 
 
 class PendingReply(Generic[ReplyT]):
@@ -70,8 +74,10 @@ class BlockingClient:
     Raises ConfigError for an endpoint that cannot be and ConnectionLost when no worker answers
     there within connect_timeout_s. keys are for an encrypted endpoint; one with other keys
     looks like one where nobody answers. timeout_s limits each reply; None waits for ever. lease_s:
-    silence after which the worker ends the session; nothing renews it but what is sent. A lost
-    connection stays lost, because who answers next may be another worker: make a new client.
+    silence after which the worker ends the session; nothing renews it but what is sent. ring
+    exchanges messages through shared memory, on the same machine; ConfigError where that cannot
+    be. A lost connection stays lost, because who answers next may be another worker: make a new
+    client.
     """
 
     def __init__(
@@ -82,16 +88,18 @@ class BlockingClient:
         client: str = "",
         observe: bool = False,
         lease_s: float | None = None,
+        ring: bool = False,
         keys: ClientKeys | None = None,
         timeout_s: float | None = None,
         connect_timeout_s: float = _CONNECT_TIMEOUT_S,
     ) -> None:
         self._endpoint = check_peer(endpoint, encrypted=keys is not None)
-        if observe and (epoch is not None or lease_s is not None):
-            raise ConfigError("an observer has no session, so neither an epoch nor a lease")
+        if observe and (epoch is not None or lease_s is not None or ring):
+            raise ConfigError("an observer has no session, so neither epoch, lease nor ring")
         self._timeout_s = timeout_s
         self._conversation: Conversation[PendingReply[Any]] = Conversation(endpoint)
         self._welcome: Welcome | None = None
+        self._rings: ClientRings | None = None
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         configure_client(self._socket, endpoint, keys)
@@ -108,6 +116,9 @@ class BlockingClient:
                 )
             if not observe:
                 self._begin(epoch, client, lease_s)
+            if ring:
+                self._rings = ClientRings.open(self.ask(OpenRing()))
+                self._poller.register(self._rings.reply_bell.descriptor, zmq.POLLIN)
         except BaseException:
             self._disconnect()
             raise
@@ -134,20 +145,32 @@ class BlockingClient:
         fails with DeadlineExceeded. Raises ConnectionLost while no worker is connected, or when
         it does not take the request within a second; nothing was sent then.
         """
-        self._take_what_came()
-        self._notice()
+        rings = self._rings if type(request) not in BESIDE_RING else None
+        if rings is None:
+            self._take_what_came()
+            self._notice()
+        else:  # the end of the worker is the end of its ring, too
+            self._take_from_ring(rings)
         if not self._connected:
             raise ConnectionLost(f"no worker is connected at {self._endpoint}; nothing was sent")
         pending: PendingReply[ReplyT] = PendingReply(self, type(request))
         pending._corr, frames = self._conversation.request(request, pending, budget_s)
         try:
-            self._socket.send_multipart(frames)
-        except zmq.Again as error:
+            is_sent = self._send(frames) if rings is None else rings.send(frames)
+        except MalformedMessage:
             self._conversation.unsent(pending._corr)
-            raise ConnectionLost(
-                f"the worker at {self._endpoint} does not read; nothing was sent"
-            ) from error
+            raise
+        if not is_sent:
+            self._conversation.unsent(pending._corr)
+            raise ConnectionLost(f"the worker at {self._endpoint} does not read; nothing was sent")
         return pending
+
+    def _send(self, frames: list[bytes]) -> bool:
+        try:
+            self._socket.send_multipart(frames)
+        except zmq.Again:
+            return False
+        return True
 
     def cancel(self, pending: PendingReply[Any]) -> Cancelled:
         """Withdraw a request, and say how far it had come.
@@ -168,6 +191,8 @@ class BlockingClient:
         if not self._socket.closed:
             self._connected = False
             self._lose(f"the connection to {self._endpoint} was closed")
+            if self._rings is not None:
+                self._leave_ring(self._rings)
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
             self._socket.close(linger=0)
@@ -187,6 +212,8 @@ class BlockingClient:
     def _wait_for(self, pending: PendingReply[Any], timeout_s: float | None) -> None:
         limit_s = timeout_s if timeout_s is not None else self._timeout_s
         deadline = None if limit_s is None else time.monotonic() + limit_s
+        if self._rings is not None and pending._answer is None:
+            self._spin(self._rings, pending)
         while pending._answer is None:
             left_ms = None if deadline is None else _ms_until(deadline)
             events = dict(self._poller.poll(left_ms))
@@ -195,7 +222,9 @@ class BlockingClient:
                     f"no reply to {pending._message.__name__} within {limit_s:g} s; its outcome "
                     "is unknown"
                 )
-            if self._socket in events:
+            if self._rings is not None and self._rings.reply_bell.descriptor in events:
+                self._take_from_ring(self._rings)
+            elif self._socket in events:
                 self._take(self._socket.recv_multipart())
             else:
                 self._notice()
@@ -208,6 +237,37 @@ class BlockingClient:
         welcome = self.ask(request)
         self._conversation.begin(request, welcome)
         self._welcome = welcome
+
+    def _spin(self, rings: ClientRings, pending: PendingReply[Any]) -> None:
+        """Look for replies for a short time before sleeping; no other thread needs the time."""
+        replies, until = rings.replies, time.perf_counter() + _SPIN_S
+        while pending._answer is None and time.perf_counter() < until:
+            if not replies.is_empty():
+                self._take_replies(rings)
+
+    def _take_from_ring(self, rings: ClientRings) -> None:
+        is_alive = rings.reply_bell.drain()
+        self._take_replies(rings)
+        if not is_alive:
+            self._give_ring_up(rings, "was closed")
+
+    def _take_replies(self, rings: ClientRings) -> None:
+        try:
+            while (record := rings.replies.pop()) is not None:
+                self._take([*record])
+        except MalformedMessage as error:
+            self._give_ring_up(rings, f"cannot be read: {error}")
+
+    def _give_ring_up(self, rings: ClientRings, reason: str) -> None:
+        if self._rings is rings:
+            self._leave_ring(rings)
+            self._lose(f"the ring of {self._endpoint} {reason}")
+            self._connected = False
+
+    def _leave_ring(self, rings: ClientRings) -> None:
+        self._poller.unregister(rings.reply_bell.descriptor)
+        rings.close()
+        self._rings = None
 
     def _connect(self, deadline: float) -> bool:
         self._socket.connect(self._endpoint)
@@ -234,6 +294,8 @@ class BlockingClient:
         """Take in the replies that are there, so that they do not pile up."""
         while not self._socket.closed and _is_readable(self._socket):
             self._take(self._socket.recv_multipart())
+        if self._rings is not None:
+            self._take_from_ring(self._rings)
 
     def _take(self, frames: list[bytes]) -> None:
         try:

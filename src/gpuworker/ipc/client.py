@@ -14,20 +14,23 @@ from gpuworker.errors import (
     ClientError,
     ConfigError,
     ConnectionLost,
+    MalformedMessage,
     RequestTimeout,
     WorkerError,
 )
-from gpuworker.ipc.conversation import Conversation, hello
+from gpuworker.ipc.conversation import BESIDE_RING, Conversation, hello
 from gpuworker.ipc.curve import ClientKeys
 from gpuworker.ipc.endpoint import check_peer
 from gpuworker.ipc.loop_socket import LoopSocket
 from gpuworker.ipc.monitor import EVENTS, event_of
+from gpuworker.ipc.ring_memory import ClientRings
 from gpuworker.ipc.sockets import RETRY_S, configure_client
 from gpuworker.messages import (
     Cancel,
     Cancelled,
     EndSession,
     GetHealth,
+    OpenRing,
     Reply,
     ReplyT,
     Request,
@@ -62,6 +65,7 @@ class RemoteWorker:
         self._corr_of: dict[asyncio.Future[Any], int] = {}
         self._ready = asyncio.Event()
         self._welcome: Welcome | None = None
+        self._rings: ClientRings | None = None
 
     @property
     def welcome(self) -> Welcome | None:
@@ -104,7 +108,10 @@ class RemoteWorker:
         corr, frames = self._conversation.request(request, reply, budget_s)
         self._corr_of[reply] = corr
         reply.add_done_callback(self._settled)
-        self._wire.send(frames)  # its queue has no limit
+        if self._rings is None or type(request) in BESIDE_RING:
+            self._wire.send(frames)  # its queue has no limit
+        else:
+            self._push(self._rings, corr, frames)
         return cast("asyncio.Future[ReplyT]", reply)
 
     async def cancel(self, reply: asyncio.Future[Any]) -> Cancelled:
@@ -115,6 +122,40 @@ class RemoteWorker:
         """
         corr = self._corr_of.get(reply)
         return Cancelled(outcome="unknown") if corr is None else await self.ask(Cancel(corr=corr))
+
+    def _use_ring(self, rings: ClientRings) -> None:
+        self._rings = rings
+        loop = asyncio.get_running_loop()
+        loop.add_reader(rings.reply_bell.descriptor, self._take_from_ring, rings)
+
+    def _push(self, rings: ClientRings, corr: int, frames: list[bytes]) -> None:
+        try:
+            if not rings.send(frames):
+                raise ConnectionLost(
+                    f"the worker at {self._endpoint} does not read; nothing was sent"
+                )
+        except (MalformedMessage, ConnectionLost):
+            self._conversation.unsent(corr)
+            raise
+
+    def _take_from_ring(self, rings: ClientRings) -> None:
+        is_alive = rings.reply_bell.drain()
+        try:
+            while (record := rings.replies.pop()) is not None:
+                self._take([*record])
+        except MalformedMessage as error:
+            self._fail_pending(f"the ring of {self._endpoint} cannot be read: {error}")
+            is_alive = False
+        if not is_alive:
+            self._leave_ring()
+            self._ready.clear()
+            self._fail_pending(f"the ring of {self._endpoint} was closed")
+
+    def _leave_ring(self) -> None:
+        if self._rings is not None:
+            asyncio.get_running_loop().remove_reader(self._rings.reply_bell.descriptor)
+            self._rings.close()
+            self._rings = None
 
     def _settled(self, reply: asyncio.Future[Any]) -> None:
         corr = self._corr_of.pop(reply)
@@ -196,6 +237,7 @@ async def connect(
     client: str = "",
     observe: bool = False,
     lease_s: float | None = None,
+    ring: bool = False,
     keys: ClientKeys | None = None,
     timeout_s: float | None = None,
     connect_timeout_s: float = CONNECT_TIMEOUT_S,
@@ -208,14 +250,16 @@ async def connect(
     observer may ask for health, status, limits and the KV cache's spec.
 
     lease_s: silence after which the worker ends the session; it is renewed in the background.
+    ring: exchange messages through shared memory, on the same machine; ConfigError where that
+    cannot be.
     keys: for an encrypted endpoint; one with other keys looks like one where nobody answers.
     timeout_s limits each ask. Raises ConfigError for an endpoint that cannot be, ConnectionLost
     when no worker answers there within connect_timeout_s. (A hello waits for the step or move
     that runs; connect_timeout_s does not count that.)
     """
     check_peer(endpoint, encrypted=keys is not None)
-    if observe and (epoch is not None or lease_s is not None):
-        raise ConfigError("an observer has no session, so neither an epoch nor a lease")
+    if observe and (epoch is not None or lease_s is not None or ring):
+        raise ConfigError("an observer has no session, so neither epoch, lease nor ring")
     with zmq.asyncio.Context() as context:
         socket = zmq.Socket(context, zmq.DEALER)
         configure_client(socket, endpoint, keys)
@@ -237,6 +281,8 @@ async def connect(
                 yield worker
                 return
             await worker._begin(epoch, client, lease_s)
+            if ring:
+                worker._use_ring(ClientRings.open(await worker.ask(OpenRing())))
             if lease_s is not None:
                 tasks.append(asyncio.create_task(worker._renew(lease_s), name="gpuworker lease"))
             try:
@@ -249,6 +295,7 @@ async def connect(
                 task.cancel()
             await asyncio.wait(tasks)
             worker._wire.stop()
+            worker._leave_ring()
             worker._ready.clear()
             worker._fail_pending(f"the connection to {endpoint} was closed")
             socket.disable_monitor()

@@ -18,9 +18,22 @@ from gpuworker.ipc.wire import (
     encode_request,
     error_of,
 )
-from gpuworker.messages import ExecuteModel, Failure, Hello, Reply, Request, Welcome
+from gpuworker.messages import (
+    SESSION_REQUESTS,
+    ExecuteModel,
+    Failure,
+    GetHealth,
+    GetStatus,
+    Hello,
+    Reply,
+    Request,
+    Welcome,
+)
 
-__all__ = ["Conversation", "hello"]
+__all__ = ["BESIDE_RING", "Conversation", "hello"]
+
+BESIDE_RING: frozenset[type[Request[Any]]] = SESSION_REQUESTS | {GetHealth, GetStatus}
+"""What goes over the socket although a ring is open: it waits behind nothing."""
 
 W = TypeVar("W")
 

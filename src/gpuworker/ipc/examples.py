@@ -46,6 +46,7 @@ REQUEST_EXAMPLES: tuple[m.Request[Any], ...] = (
     m.Hello(min_version=1, max_version=1, epoch=7, client="scheduler-0", lease_ms=10_000),
     m.EndSession(),
     m.Cancel(corr=41),
+    m.OpenRing(),
     m.InitDevice(),
     m.LoadModel(),
     m.GetKVCacheSpec(),
@@ -131,6 +132,7 @@ REPLY_EXAMPLES: tuple[m.Reply, ...] = (
     ),
     m.SessionEnded(),
     m.Cancelled(outcome="withdrawn"),
+    m.RingOpened(pid=4711, memory_fd=20, request_bell_fd=22, reply_bell_fd=23, ring_bytes=8 << 20),
     m.DeviceReady(device="cpu", device_name="a CPU", total_bytes=1 << 34, available_bytes=1 << 33),
     m.ModelLoaded(
         architecture="LlamaForCausalLM",

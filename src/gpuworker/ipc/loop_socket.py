@@ -82,10 +82,9 @@ class LoopSocket:
 
     def _take(self) -> None:
         for _ in range(_BURST):
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            if not self._is_readable():  # cheaper than the exception of a receive in vain
                 return
+            frames = self._socket.recv_multipart(zmq.NOBLOCK)
             try:
                 self._on_message(frames)
             except BaseException:

@@ -14,6 +14,7 @@ from gpuworker.errors import (
 from gpuworker.events import EVENTS, TOPIC_OF
 from gpuworker.ipc.endpoint import EPOCH_SUFFIX, EVENTS_SUFFIX, MAX_IPC_PATH_BYTES
 from gpuworker.ipc.ledger import MAX_REPLAY_BYTES, NUM_REPLAYS
+from gpuworker.ipc.ring import COUNTERS_BYTES
 from gpuworker.ipc.session import OBSERVER_REQUESTS
 from gpuworker.ipc.wire import (
     MAX_BODY_BYTES,
@@ -131,6 +132,19 @@ A scheduler in short:
             failure: take back what has not run; when nothing is unanswered, resume_steps
         stale_kv_epoch: the cache is gone; compute every request again, flag 1
 
+## On the same machine
+
+With the feature `ring` a client may send `open_ring`, before anything of its session is under
+way, and from then on exchange messages through shared memory: Linux, same user, same process
+namespace. `ring_opened` names descriptors that the client opens through `/proc/PID/fd/NUMBER`.
+The memory is two rings, requests and then replies. Each begins with {counters_bytes} bytes of
+counters (the producer's at 0, the consumer's at 64, both 8 bytes, little-endian, only growing) and
+has `ring_bytes` bytes of data behind. A record is two little-endian 4-byte lengths, header, body,
+and padding to 8 bytes, cyclic. The producer writes data, then its counter, then a byte into the
+pipe; the consumer copies, then writes its own counter. The end of a pipe is the end of the other
+side. Headers, bodies and rules are those of the socket. `hello`, `end_session`, `cancel`,
+`get_health` and `get_status` still go there; a step that lies in the ring is unknown to `cancel`.
+
 ## Withdrawing
 
 `cancel` names the `corr` of a request of the same connection. `withdrawn` means that it has not
@@ -204,6 +218,7 @@ def protocol_page() -> str:
         questions=questions,
         num_replays=NUM_REPLAYS,
         max_replay_bytes=MAX_REPLAY_BYTES,
+        counters_bytes=COUNTERS_BYTES,
         event_table="\n\n" + "\n".join(_event_rows()),
         error_table="\n".join(_error_rows()) + "\n",
     )

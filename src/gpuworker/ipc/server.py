@@ -9,28 +9,30 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import zmq
 
-from gpuworker.config import WorkerConfig
 from gpuworker.errors import (
     ConfigError,
+    InvalidRequest,
     MalformedMessage,
     UnsupportedVersion,
-    WorkerClosed,
     WorkerError,
 )
 from gpuworker.events import EventSource
+from gpuworker.ipc.answers import body_of, reply_of, unexpected
 from gpuworker.ipc.curve import ServerKeys, authenticating
 from gpuworker.ipc.endpoint import check_endpoint, events_endpoint, ipc_path
 from gpuworker.ipc.epoch_file import EpochFile, epoch_path
+from gpuworker.ipc.lane import DirectWorker, RingLane
 from gpuworker.ipc.ledger import NUM_REPLAYS
 from gpuworker.ipc.lock import owned
 from gpuworker.ipc.loop_socket import LoopSocket
 from gpuworker.ipc.publisher import Publisher
 from gpuworker.ipc.sender import Letter, Sender
+from gpuworker.ipc.served import SubmitWorker
 from gpuworker.ipc.session import Call, Session, SessionBook
 from gpuworker.ipc.sockets import configure_server
 from gpuworker.ipc.wire import (
@@ -41,7 +43,6 @@ from gpuworker.ipc.wire import (
     RequestHeader,
     decode_request,
     decode_request_header,
-    encode_body,
     failure_of,
     reply_header,
 )
@@ -51,36 +52,27 @@ from gpuworker.messages import (
     Closed,
     DropRequests,
     EndSession,
+    ExecuteModel,
     GetHealth,
     HealthReport,
     Hello,
+    OpenRing,
     Reply,
     Request,
+    RingOpened,
     SessionEnded,
     Welcome,
 )
-from gpuworker.permit import Permit
 
 __all__ = ["FEATURES", "Server", "ServerStatistics", "SubmitWorker", "serve"]
 
-FEATURES = ("replay", "cancel", "deadline")
+FEATURES = ("replay", "cancel", "deadline", "ring")
 """What minor versions may add to; a name that is here stays."""
 _log = logging.getLogger(__name__)
 
 _OWED_PATIENCE_S = 1.0
 _LOG_INTERVAL_S = 1.0
 """Malformed messages are logged at most this often; all are counted."""
-
-
-class SubmitWorker(Protocol):
-    """What a server needs of a worker."""
-
-    @property
-    def config(self) -> WorkerConfig:
-        """The configuration the worker was given."""
-
-    def submit(self, request: Request[Any], *, permit: Permit | None = None) -> asyncio.Future[Any]:
-        """Accept a request without waiting, in order; may raise a WorkerError at once."""
 
 
 class ServerStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,13 +102,15 @@ class Server:
         epoch_file: Path | None = None,
         keys: ServerKeys | None = None,
         events: EventSource | None = None,
+        direct: DirectWorker | None = None,
     ) -> None:
         """Check the endpoint; raises ConfigError. Nothing is bound yet.
 
         keys encrypt the connection and let only those in whose keys they list; without, tcp
         takes loopback addresses only. events, of the worker, are published beside the
-        endpoint. epoch_file remembers the highest session epoch across
-        restarts; None chooses a place by the endpoint, see epoch_path.
+        endpoint. direct is the worker when its device thread may read rings. epoch_file
+        remembers the highest session epoch across restarts; None chooses a place by the
+        endpoint, see epoch_path.
         """
         self._worker = worker
         self._keys = keys
@@ -124,6 +118,8 @@ class Server:
         self._epoch_file = epoch_file if epoch_file is not None else epoch_path(endpoint)
         self._boot_id = secrets.token_hex(8)
         self._source = events
+        self._direct = direct
+        self._lane: RingLane | None = None
         self._events = ""  # where they are published
         self._book = SessionBook(EpochFile(None), worker.config.limits.window)
         self._recording = asyncio.Lock()
@@ -180,7 +176,8 @@ class Server:
             wire = LoopSocket(socket, self._receive)
             self._sender = Sender(wire, self._header)
             stack.push_async_callback(_stop, asyncio.create_task(self._sender.run()))
-            stack.push_async_callback(self._end_greetings)
+            stack.push_async_callback(lambda: _stop(*self._greetings))
+            stack.callback(self._end_lane)
             stack.callback(wire.stop)
             wire.start()
             if on_ready is not None:
@@ -188,9 +185,6 @@ class Server:
             await self._sender.closing.wait()
             wire.stop()
             await self._answer_owed()
-
-    async def _end_greetings(self) -> None:
-        await _stop(*self._greetings)
 
     def finish(self) -> None:
         """Take in nothing more; run returns when what was accepted has been answered."""
@@ -200,51 +194,66 @@ class Server:
         peer, *rest = frames
         self._accept(peer, rest)
 
-    def _accept(self, peer: bytes, frames: list[bytes]) -> None:
+    def _accept(self, peer: bytes, frames: list[bytes], lane: RingLane | None = None) -> None:
         try:
             header = decode_request_header(frames)
         except MalformedMessage as error:
             self._count_malformed(peer, error)
             if isinstance(error, UnsupportedVersion):
-                self._post(peer, 0, 0, failure_of(error))
+                self._answer(peer, 0, 0, failure_of(error), lane)
             return  # otherwise nobody can be answered
         self._num_requests += 1
         try:
-            self._take(peer, header, decode_request(frames))
+            self._take(peer, header, decode_request(frames), lane)
         except WorkerError as error:
             if isinstance(error, MalformedMessage):
                 self._count_malformed(peer, error)
-            self._post(peer, header.corr, 0, failure_of(error))
+            self._answer(peer, header.corr, 0, failure_of(error), lane)
         except Exception as error:  # a fault of our own: its sender learns of it, we serve on
             _log.exception("a message of peer %s met a fault of ours", peer.hex())
-            self._post(peer, header.corr, 0, _unexpected(error))
+            self._answer(peer, header.corr, 0, unexpected(error), lane)
 
-    def _take(self, peer: bytes, header: RequestHeader, request: Request[Any]) -> None:
+    def _take(
+        self, peer: bytes, header: RequestHeader, request: Request[Any], lane: RingLane | None
+    ) -> None:
         if isinstance(request, Hello):
             self._greet(peer, header.corr, request)
             return
         if isinstance(request, Cancel):
             outcome = self._book.cancel(peer, request.corr)
-            self._post(peer, header.corr, 0, Cancelled(outcome=outcome))
+            self._answer(peer, header.corr, 0, Cancelled(outcome=outcome), lane)
+            return
+        if isinstance(request, OpenRing):
+            opened = self._open_ring(self._book.owner(peer, header))
+            self._answer(peer, header.corr, 0, opened, lane)
             return
         if isinstance(request, EndSession):
             self._book.give_up(self._book.owner(peer, header))
-            self._post(peer, header.corr, 0, SessionEnded())
+            self._answer(peer, header.corr, 0, SessionEnded(), lane)
+            self._end_lane()
             return
+        ring = self._lane
+        if (
+            isinstance(request, ExecuteModel)
+            and lane is None
+            and ring
+            and ring.session.peer == peer
+        ):
+            raise InvalidRequest("this session has a ring; its steps go there, in one order")
         call = self._book.accept(peer, header, type(request))
         if header.seq and not call.seq and call.session is not None:
             body = call.session.ledger.answer_of(header.seq, header.corr)
             if body is not None:
-                self._sender.send(Letter(peer, header.corr, header.seq, body))
+                self._send(Letter(peer, header.corr, header.seq, body), lane)
             return
         reply = self._worker.submit(request, permit=call.permit)
         self._book.begin(call)
         self._num_pending += 1
-        reply.add_done_callback(partial(self._finished, call))
+        reply.add_done_callback(partial(self._finished, call, lane))
 
-    def _finished(self, call: Call, done: asyncio.Future[Any]) -> None:
+    def _finished(self, call: Call, lane: RingLane | None, done: asyncio.Future[Any]) -> None:
         self._num_pending -= 1
-        reply = _reply(done)
+        reply = reply_of(done)
         is_last = isinstance(reply, Closed)
         if (stale := self._book.end(call)) is not None:
             reply = failure_of(stale)
@@ -252,14 +261,50 @@ class Server:
             reply = msgspec.structs.replace(
                 reply, boot_id=self._boot_id, session=self._book.health(), events=self._events
             )
-        body = _body(reply)
-        self._sender.send(Letter(call.peer, call.corr, call.seq, body, is_last))
-        if call.seq and call.session is not None:
-            for corr in call.session.ledger.finish(call.seq, body):
-                self._sender.send(Letter(call.peer, corr, call.seq, body))
+        body = body_of(reply)
+        others: list[int] = []
+        if call.seq and call.session is not None:  # before the answer: a lane may go on with it
+            others = call.session.ledger.finish(call.seq, body)
+        self._send(Letter(call.peer, call.corr, call.seq, body, is_last), lane)
+        for corr in others:
+            self._send(Letter(call.peer, corr, call.seq, body), lane)
 
-    def _post(self, peer: bytes, corr: int, seq: int, reply: Reply) -> None:
-        self._sender.send(Letter(peer, corr, seq, _body(reply)))
+    def _answer(
+        self, peer: bytes, corr: int, seq: int, reply: Reply, lane: RingLane | None = None
+    ) -> None:
+        self._send(Letter(peer, corr, seq, body_of(reply)), lane)
+
+    def _send(self, letter: Letter, lane: RingLane | None) -> None:
+        """Send an answer the way that its request came."""
+        if lane is None:
+            self._sender.send(letter)
+            return
+        lane.put(letter.corr, letter.seq, letter.body)
+        if letter.is_last:
+            self._sender.closing.set()
+
+    # -- a ring ------------------------------------------------------------------------------
+
+    def _open_ring(self, session: Session) -> RingOpened:
+        if self._direct is None:
+            raise InvalidRequest("this worker takes no ring; go on over the socket")
+        if session.calls:
+            number = len(session.calls)
+            raise InvalidRequest(f"{number} requests are unanswered; open a ring before the first")
+        self._end_lane()
+
+        def receive(frames: list[bytes]) -> None:
+            self._accept(session.peer, frames, lane)
+
+        lane = RingLane(self._direct, self._book, session, self._boot_id, receive)
+        self._lane = lane
+        self._direct.attach(lane)
+        return lane.opened()
+
+    def _end_lane(self) -> None:
+        if self._lane is not None:
+            self._lane.end()
+            self._lane = None
 
     # -- sessions ----------------------------------------------------------------------------
 
@@ -270,6 +315,7 @@ class Server:
                 f"version {VERSION} is"
             )
         session = self._book.claim(peer, hello)
+        self._end_lane()
         task = asyncio.create_task(self._welcome(corr, hello, session), name="gpuworker hello")
         self._greetings.add(task)
         task.add_done_callback(self._greetings.discard)
@@ -282,7 +328,7 @@ class Server:
             health: HealthReport = await self._worker.submit(GetHealth())
             self._book.welcome(session)
         except WorkerError as error:
-            self._post(session.peer, corr, 0, failure_of(error))
+            self._answer(session.peer, corr, 0, failure_of(error))
             return
         welcome = Welcome(
             version=VERSION,
@@ -292,11 +338,15 @@ class Server:
             window=self._book.window,
             num_replays=NUM_REPLAYS,
             lease_ms=hello.lease_ms,
-            features=tuple(f for f in FEATURES if not hello.features or f in hello.features),
+            features=self._features(hello),
             max_body_bytes=MAX_BODY_BYTES,
             events=self._events,
         )
-        self._post(session.peer, corr, 0, welcome)
+        self._answer(session.peer, corr, 0, welcome)
+
+    def _features(self, hello: Hello) -> tuple[str, ...]:
+        has = FEATURES if self._direct is not None else FEATURES[:-1]  # no ring
+        return tuple(f for f in has if not hello.features or f in hello.features)
 
     async def _answer_owed(self) -> None:
         """Wait until what was accepted before Shutdown is answered."""
@@ -340,27 +390,3 @@ async def _stop(*tasks: asyncio.Task[None]) -> None:
         task.cancel()
     if tasks:
         await asyncio.wait(tasks)
-
-
-def _body(reply: Reply) -> bytes:
-    try:
-        return encode_body(reply)
-    except MalformedMessage as error:
-        return encode_body(failure_of(error))
-
-
-def _reply(done: asyncio.Future[Any]) -> Reply:
-    if done.cancelled():
-        return failure_of(WorkerClosed("the request was withdrawn"))
-    error = done.exception()
-    if error is None:
-        reply: Reply = done.result()
-        return reply
-    if isinstance(error, WorkerError):
-        return failure_of(error)
-    _log.error("a request failed unexpectedly", exc_info=error)
-    return _unexpected(error)
-
-
-def _unexpected(error: BaseException) -> Reply:
-    return failure_of(WorkerError(f"{type(error).__name__}: {error}"))

@@ -135,6 +135,20 @@ class SessionBook:
         if session is self._session:
             self._session = None
 
+    def check(self, session: Session, header: RequestHeader) -> None:
+        """Raise unless a step on the ring of a session may be carried out. Any thread."""
+        if session is not self._session or header.epoch != session.epoch:
+            raise self._refusal(header)
+        now = self._clock()
+        if session.lease_s and now - session.heard > session.lease_s:
+            raise self._refusal(header)
+        session.heard = now
+
+    def successor_of(self, session: Session) -> StaleEpoch | None:
+        """Return what a session that was replaced is told; None for the newest. Any thread."""
+        newest = self._claimant
+        return None if newest is None or newest is session else _stale(session, newest)
+
     def accept(self, peer: bytes, header: RequestHeader, message: type[Request[Any]]) -> Call:
         """Decide whether a request may be passed on; nothing is remembered yet, see begin.
 
@@ -177,10 +191,7 @@ class SessionBook:
         if session is None:
             return None
         session.calls.pop(call.corr, None)
-        newest = self._claimant
-        if newest is not None and newest is not session:
-            return _stale(session, newest)
-        return None
+        return self.successor_of(session)
 
     def cancel(self, peer: bytes, corr: int) -> Literal["withdrawn", "started", "unknown"]:
         """Withdraw a request of this peer unless it has started."""

@@ -55,7 +55,14 @@ async def host_worker(
     async with GPUWorker(config, runtime) as worker:
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
-        server = make_server(worker, endpoint, keys=keys, epoch_file=epoch_file)
+        server = make_server(
+            worker,
+            endpoint,
+            keys=keys,
+            epoch_file=epoch_file,
+            events=worker.events,
+            direct=worker,
+        )
         serving = asyncio.create_task(_serve(server, guard, endpoint, on_ready))
         watching = asyncio.create_task(Watchdog(worker, limits).run())
         stopped = asyncio.create_task(stop.wait())
