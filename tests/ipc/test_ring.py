@@ -258,6 +258,28 @@ async def test_the_end_of_the_worker_is_noticed_on_the_ring() -> None:
         await context.__aexit__(None, None, None)
 
 
+async def test_what_is_wrong_on_a_ring_is_answered_and_what_is_junk_ends_it() -> None:
+    async with (
+        fake_worker() as worker,
+        served(worker) as (_, endpoint),
+        connect(endpoint, ring=True) as remote,
+    ):
+        await walk_to(worker, State.SERVING)
+        wrong = m.ExecuteModel(step_id=-1, kv_epoch=0, num_rows=0)  # refused by its type
+        for step_id in range(1, 4):
+            with pytest.raises(InvalidRequest, match="execute_model"):
+                await remote.ask(wrong)
+            assert (await remote.ask(empty_step(step_id))).step_id == step_id
+        rings = remote._rings
+        assert rings is not None
+        rings.send([b"junk", b"junk"])
+        with pytest.raises(ConnectionLost):
+            async with asyncio.timeout(20):
+                await remote.ask(m.GetLimits())
+        async with connect(endpoint, ring=True) as other:
+            assert (await other.ask(empty_step(1))).step_id == 1
+
+
 @pytest.mark.parametrize("kind", ["asyncio", "blocking"])
 async def test_a_stuck_step_on_a_ring_leaves_nobody_waiting(kind: str) -> None:
     async with fake_worker() as worker, served(worker) as (_, endpoint):

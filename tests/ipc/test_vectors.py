@@ -85,3 +85,22 @@ def test_what_must_be_refused_is_refused_with_its_code(vector: dict[str, Any]) -
     with pytest.raises(WorkerError) as refusal:
         decode()
     assert refusal.value.code == vector["code"]
+
+
+def test_the_schema_describes_what_the_examples_hold() -> None:
+    schema = json.loads((Path(__file__).parents[2] / "docs" / "messages.schema.json").read_text())
+
+    def shape(reference: dict[str, str]) -> dict[str, Any]:
+        found: dict[str, Any] = schema["$defs"][reference["$ref"].rpartition("/")[2]]
+        return found
+
+    for reference in schema["oneOf"]:
+        items = shape(reference)["prefixItems"]
+        (vector,) = (v for v in VECTORS["requests"] if v["name"] == items[0]["enum"][0])
+        assert len(vector["body"]) <= len(items)
+    for vector in VECTORS["events"]:
+        items = shape(schema["x-events"][vector["name"]])["prefixItems"]
+        assert len(vector["body"]) == len(items)
+    for kind, vectors in (("request", "requests"), ("reply", "replies"), ("event", "events")):
+        items = shape(schema["x-headers"][kind])["prefixItems"]
+        assert {len(vector["header"]) for vector in VECTORS[vectors]} == {len(items)}

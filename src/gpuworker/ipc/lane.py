@@ -91,8 +91,8 @@ class RingLane:
 
     def put(self, corr: int, seq: int, body: bytes) -> None:
         """Answer a message that was handed to the event loop. Event loop."""
-        self._num_answered += 1
         self._push(corr, seq, body)
+        self._num_answered += 1  # last: from here on the device thread may answer steps itself
 
     def is_empty(self) -> bool:
         """Say whether there is nothing to take, after hearing the bell out."""
@@ -119,11 +119,16 @@ class RingLane:
 
     def _handle(self, frames: list[bytes]) -> None:
         self._rings.keep_own()
+        try:
+            header = decode_request_header(frames)
+        except MalformedMessage as error:  # nobody can be answered
+            _log.warning("a ring is given up: %s", error)
+            self.end()
+            return
         if self._num_forwarded != self._num_answered or not self._worker.takes_steps():
             self._forward(frames)
             return
         try:
-            header = decode_request_header(frames)
             request = decode_request(frames)
         except WorkerError:
             self._forward(frames)  # its answer is made there

@@ -10,6 +10,8 @@ from typing import Any, get_type_hints
 
 import msgspec
 
+from gpuworker.events import EVENTS
+from gpuworker.ipc.wire import EventHeader, ReplyHeader, RequestHeader
 from gpuworker.messages import (
     REPLY_OF,
     REQUESTS,
@@ -38,9 +40,11 @@ _PARTS: tuple[type[msgspec.Struct], ...] = (
 def json_schema() -> dict[str, Any]:
     """Return a JSON schema of every message: an array, its tag first, then its fields in order.
 
-    Buffers are base64 text in JSON and binary in msgpack.
+    Events and the arrays of the headers, too. Buffers are base64 text in JSON and binary in
+    msgpack.
     """
-    types = [*REQUESTS, *REPLY_OF.values(), Failure]
+    headers = {"request": RequestHeader, "reply": ReplyHeader, "event": EventHeader}
+    types = [*REQUESTS, *REPLY_OF.values(), Failure, *EVENTS, *headers.values()]
     references, definitions = msgspec.json.schema_components(types, ref_template="#/$defs/{name}")
     by_type = dict(zip(types, references, strict=True))
     return {
@@ -51,6 +55,8 @@ def json_schema() -> dict[str, Any]:
             message_tag(request.__name__): [by_type[reply], by_type[Failure]]
             for request, reply in REPLY_OF.items()
         },
+        "x-events": {message_tag(event.__name__): by_type[event] for event in EVENTS},
+        "x-headers": {name: by_type[header] for name, header in headers.items()},
         "$defs": dict(sorted(definitions.items())),
     }
 

@@ -232,13 +232,8 @@ class Server:
             self._answer(peer, header.corr, 0, SessionEnded(), lane)
             self._end_lane()
             return
-        ring = self._lane
-        if (
-            isinstance(request, ExecuteModel)
-            and lane is None
-            and ring
-            and ring.session.peer == peer
-        ):
+        ring = self._lane if lane is None and isinstance(request, ExecuteModel) else None
+        if ring is not None and ring.session.peer == peer:
             raise InvalidRequest("this session has a ring; its steps go there, in one order")
         call = self._book.accept(peer, header, type(request))
         if header.seq and not call.seq and call.session is not None:
@@ -345,7 +340,7 @@ class Server:
         self._answer(session.peer, corr, 0, welcome)
 
     def _features(self, hello: Hello) -> tuple[str, ...]:
-        has = FEATURES if self._direct is not None else FEATURES[:-1]  # no ring
+        has = [f for f in FEATURES if f != "ring" or self._direct is not None]
         return tuple(f for f in has if not hello.features or f in hello.features)
 
     async def _answer_owed(self) -> None:
