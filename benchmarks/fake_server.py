@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 import time
+from contextlib import suppress
 
 from gpuworker.ipc import Server
 from gpuworker.lifecycle import State
@@ -12,6 +14,9 @@ from gpuworker.testing import FakeRuntime, fake_worker, walk_to
 
 
 async def _serve(endpoint: str, step_s: float) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with fake_worker() as worker:
         await walk_to(worker, State.SERVING)
         runtime = worker._runtime
@@ -23,4 +28,5 @@ async def _serve(endpoint: str, step_s: float) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve(sys.argv[1], float(sys.argv[2]) if len(sys.argv) > 2 else 0.0))
+    with suppress(asyncio.CancelledError):  # told to end: the files of the endpoint are gone
+        asyncio.run(_serve(sys.argv[1], float(sys.argv[2]) if len(sys.argv) > 2 else 0.0))
