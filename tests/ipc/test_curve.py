@@ -281,10 +281,19 @@ async def test_everybody_else_is_not(
         "no keys": None,
         "another worker expected": load_client_keys(client_secret, other_public),
     }[fault]
+    why = {
+        "a stranger": "does not let this key in",
+        "no keys": r"uses? keys",
+        "another worker expected": "is --server-key the right one",
+    }[fault]
     async with fake_worker() as worker, served(worker, keys=keys[0]) as (server, endpoint):
-        with pytest.raises(ConnectionLost):
+        with pytest.raises(ConnectionLost, match=why):
             async with connect(endpoint, keys=wrong, connect_timeout_s=0.5):
                 pass
+        with pytest.raises(ConnectionLost, match=why):
+            await asyncio.to_thread(
+                BlockingClient, endpoint, keys=wrong, observe=True, connect_timeout_s=0.5
+            )
         async with connect(endpoint, keys=keys[1]) as remote:  # and the others are served on
             assert (await remote.ask(m.GetStatus())).state == "uninit"
         assert server.statistics().num_malformed == 0

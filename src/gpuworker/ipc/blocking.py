@@ -21,7 +21,7 @@ from gpuworker.errors import (
 from gpuworker.ipc.conversation import BESIDE_RING, Conversation, hello
 from gpuworker.ipc.curve import ClientKeys
 from gpuworker.ipc.endpoint import check_peer
-from gpuworker.ipc.monitor import EVENTS, event_of
+from gpuworker.ipc.monitor import EVENTS, NOBODY, WHY_NOT, event_of
 from gpuworker.ipc.ring_memory import ClientRings
 from gpuworker.ipc.sockets import RETRY_S, configure_client
 from gpuworker.messages import (
@@ -100,6 +100,7 @@ class BlockingClient:
         self._conversation: Conversation[PendingReply[Any]] = Conversation(endpoint)
         self._welcome: Welcome | None = None
         self._rings: ClientRings | None = None
+        self._hint = NOBODY
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         configure_client(self._socket, endpoint, keys)
@@ -111,8 +112,7 @@ class BlockingClient:
         try:
             if not self._connected:
                 raise ConnectionLost(
-                    f"no worker answers at {endpoint} within {connect_timeout_s:g} s; is one "
-                    "running? gpuworker serve starts one"
+                    f"no worker answers at {endpoint} within {connect_timeout_s:g} s; {self._hint}"
                 )
             if not observe:
                 self._begin(epoch, client, lease_s)
@@ -273,6 +273,7 @@ class BlockingClient:
         self._socket.connect(self._endpoint)
         while self._monitor.poll(_ms_until(deadline)):
             event = event_of(self._monitor.recv_multipart())
+            self._hint = WHY_NOT.get(event, self._hint)
             if event == zmq.Event.HANDSHAKE_SUCCEEDED:
                 return True
             if event == zmq.Event.CONNECT_RETRIED:

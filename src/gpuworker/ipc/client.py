@@ -22,7 +22,7 @@ from gpuworker.ipc.conversation import BESIDE_RING, Conversation, hello
 from gpuworker.ipc.curve import ClientKeys
 from gpuworker.ipc.endpoint import check_peer
 from gpuworker.ipc.loop_socket import LoopSocket
-from gpuworker.ipc.monitor import EVENTS, event_of
+from gpuworker.ipc.monitor import EVENTS, NOBODY, WHY_NOT, event_of
 from gpuworker.ipc.ring_memory import ClientRings
 from gpuworker.ipc.sockets import RETRY_S, configure_client
 from gpuworker.messages import (
@@ -64,6 +64,7 @@ class RemoteWorker:
         self._conversation: Conversation[asyncio.Future[Any]] = Conversation(endpoint)
         self._corr_of: dict[asyncio.Future[Any], int] = {}
         self._ready = asyncio.Event()
+        self._hint = NOBODY
         self._welcome: Welcome | None = None
         self._rings: ClientRings | None = None
 
@@ -196,6 +197,7 @@ class RemoteWorker:
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
         self._socket.connect(self._endpoint)
         while (event := event_of(await monitor.recv_multipart())) != _READY:
+            self._hint = WHY_NOT.get(event, self._hint)
             if event == _RETRIED:
                 self._socket.disconnect(self._endpoint)
                 await asyncio.sleep(RETRY_S)
@@ -274,8 +276,8 @@ async def connect(
                     await worker._ready.wait()
             except TimeoutError as error:
                 raise ConnectionLost(
-                    f"no worker answers at {endpoint} within {connect_timeout_s:g} s; is one "
-                    "running? gpuworker serve starts one"
+                    f"no worker answers at {endpoint} within {connect_timeout_s:g} s; "
+                    f"{worker._hint}"
                 ) from error
             if observe:
                 yield worker

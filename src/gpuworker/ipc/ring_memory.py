@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import platform
 import sys
 from collections.abc import Sequence
 from typing import Self
@@ -16,11 +17,16 @@ from gpuworker.errors import ConfigError, InvalidRequest
 from gpuworker.ipc.ring import COUNTERS_BYTES, Bell, RingReader, RingWriter
 from gpuworker.messages import RingOpened
 
-__all__ = ["RING_BYTES", "ClientRings", "WorkerRings"]
+__all__ = ["RING_BYTES", "ClientRings", "WorkerRings", "can_have_rings"]
 
 RING_BYTES = 8 << 20
 """Data of each of the two rings; pages that nothing is written to take no memory."""
 _PART_BYTES = COUNTERS_BYTES + RING_BYTES
+
+
+def can_have_rings() -> bool:
+    """Say whether this machine can: Python has no fences, so its stores must keep their order."""
+    return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
 
 
 class _Rings:
@@ -38,8 +44,11 @@ class WorkerRings(_Rings):
 
     def __init__(self) -> None:
         """Make the memory; raises InvalidRequest where the system cannot."""
-        if sys.platform != "linux":
-            raise InvalidRequest(f"rings need Linux, this is {sys.platform}; go without")
+        if not can_have_rings():
+            raise InvalidRequest(
+                f"rings need Linux and the order of stores of x86-64, this is {sys.platform} on "
+                f"{platform.machine()}; go on over the socket"
+            )
         self._memory = os.memfd_create("gpuworker-ring", os.MFD_CLOEXEC)
         os.ftruncate(self._memory, 2 * _PART_BYTES)
         super().__init__(self._memory)

@@ -31,6 +31,7 @@ from gpuworker.ipc.ledger import NUM_REPLAYS
 from gpuworker.ipc.lock import owned
 from gpuworker.ipc.loop_socket import LoopSocket
 from gpuworker.ipc.publisher import Publisher
+from gpuworker.ipc.ring_memory import can_have_rings
 from gpuworker.ipc.sender import Letter, Sender
 from gpuworker.ipc.served import SubmitWorker
 from gpuworker.ipc.session import Call, Session, SessionBook
@@ -340,7 +341,8 @@ class Server:
         self._answer(session.peer, corr, 0, welcome)
 
     def _features(self, hello: Hello) -> tuple[str, ...]:
-        has = [f for f in FEATURES if f != "ring" or self._direct is not None]
+        has_ring = self._direct is not None and can_have_rings()
+        has = [f for f in FEATURES if f != "ring" or has_ring]
         return tuple(f for f in has if not hello.features or f in hello.features)
 
     async def _answer_owed(self) -> None:
