@@ -1,10 +1,12 @@
-// A scheduler of about a hundred lines. It shares no code with gpuworker: all it knows is in
+// A scheduler of some 130 lines. It shares no code with gpuworker: all it knows is in
 // docs/protocol.md and docs/messages.md.
 //
 //     node scheduler.mjs ENDPOINT '[504, 3575, 282]' [MAX_TOKENS]
+//     node scheduler.mjs ENDPOINT prompt.json [MAX_TOKENS]
 //
 // It leads the worker from wherever it is to serving, generates greedily from the prompt with two
 // steps in flight, lets the worker sleep and wake, generates again, and shuts it down.
+import { readFileSync } from "node:fs";
 import { Dealer } from "zeromq";
 import { decode, encode } from "@msgpack/msgpack";
 
@@ -20,12 +22,24 @@ class Worker {
   bootId = undefined;
 
   constructor(endpoint) {
+    // It is tried until somebody is there; but once lost is lost, the next one may be another.
+    // What it said before it left has arrived and is read within this moment.
+    this.socket.events.on("disconnect", () =>
+      setTimeout(() => this.lose("connection_lost", "the worker went away"), 100));
     this.socket.connect(endpoint);
-    this.receive();
+    this.receive().catch((error) => this.lose("protocol_error", error.message));
+  }
+
+  // Whatever was not answered has an unknown outcome, and nothing more is said.
+  lose(code, message) {
+    this.lost ??= Object.assign(Error(message), { code });
+    for (const { reject } of this.waiting.values()) reject(this.lost);
+    this.waiting.clear();
   }
 
   // Send a message and promise its reply, as an array of fields behind the tag.
   ask(tag, ...fields) {
+    if (this.lost) return Promise.reject(this.lost);
     const seq = tag === "execute_model" ? ++this.seq : 0;
     const header = Buffer.concat([
       Buffer.from([0x47, 0x57, VERSION]), // "GW"
@@ -35,6 +49,7 @@ class Worker {
     // One send at a time, in order: zeromq.js refuses a second one before the first is done.
     this.sending = (this.sending ?? Promise.resolve()).then(() =>
       this.socket.send([header, encode([tag, ...fields])]));
+    reply.catch(() => {}); // a step behind one that failed is aborted; whoever awaits it is told
     return reply;
   }
 
@@ -44,6 +59,7 @@ class Worker {
       const [kind, corr, , , bootId] = decode(header.subarray(3));
       if (kind !== REPLY || (this.bootId && bootId !== this.bootId)) throw Error("another worker");
       const [tag, ...fields] = decode(body);
+      if (corr === 0) throw Error(`${fields[0]}: ${fields[1]}`); // concerns the whole connection
       const { resolve, reject } = this.waiting.get(corr) ?? {};
       this.waiting.delete(corr);
       if (tag === "failure") reject?.(Object.assign(Error(fields[1]), { code: fields[0] }));
@@ -85,7 +101,7 @@ async function generate(worker, prompt, count) {
       inFlight.push(worker.ask(...step(id++, kvEpoch, { scheduled: 1, computed: computed++ })));
     }
     const [, , , , buffer, , refusals] = await inFlight.shift();
-    if (refusals.length) throw Error(`refused: ${refusals}`);
+    for (const [, code, message] of refusals) throw Object.assign(Error(message), { code });
     const ints = new Int32Array(Uint8Array.from(buffer).buffer); // num_sampled of each row, then tokens
     output.push(...ints.subarray(1));
   }
@@ -94,6 +110,8 @@ async function generate(worker, prompt, count) {
   return output.slice(0, count);
 }
 
+const isFile = promptText.endsWith(".json");
+const prompt = JSON.parse(isFile ? readFileSync(promptText, "utf8") : promptText);
 const worker = new Worker(endpoint);
 try {
   await worker.hello();
@@ -106,7 +124,6 @@ try {
     isLoaded ||= next === "load_model";
     worker.state = (await worker.ask("get_health"))[2];
   }
-  const prompt = JSON.parse(promptText);
   const before = await generate(worker, prompt, Number(maxTokens));
   const asleep = await worker.ask("sleep", 1);
   await worker.ask("wake_up");

@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from gpuworker import messages as m
@@ -25,9 +26,11 @@ from gpuworker.engine import Engine
 from gpuworker.engine.bring_up import bring_up
 from gpuworker.errors import CheckpointError, ConnectionLost
 from gpuworker.ipc import connect
+from gpuworker.ipc.vectors import protocol_vectors
 from gpuworker.launch import WorkerProcess
 from gpuworker.lifecycle import State
 from gpuworker.step import SamplingParams
+from ipc_serving import raw_router
 from real_worker import real_worker, tiny_config
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "javascript"
@@ -55,10 +58,12 @@ def _node() -> str:
     return node
 
 
-async def _run(node: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+async def _run(
+    node: str, *arguments: str, script: str = "scheduler.mjs"
+) -> subprocess.CompletedProcess[str]:
     return await asyncio.to_thread(
         subprocess.run,
-        [node, str(EXAMPLE / "scheduler.mjs"), *arguments],
+        [node, str(EXAMPLE / script), *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -117,9 +122,59 @@ async def test_it_takes_over_a_worker_that_serves(tiny_model: Path) -> None:
             await before.ask(m.ExecuteDummyBatch())
 
 
-async def test_a_refusal_is_printed_by_its_code(tiny_model: Path) -> None:
+async def test_it_reads_the_prompt_from_a_file(tiny_model: Path, tmp_path: Path) -> None:
+    node = _node()
+    prompt = tmp_path / "prompt.json"
+    prompt.write_text(json.dumps(PROMPT))
+    async with WorkerProcess(tiny_config(tiny_model)) as process:
+        result = await _run(node, process.endpoint, str(prompt), "2")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert len(json.loads(result.stdout)["before"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ([10**9], "outside the vocabulary"),  # this request is refused
+        ([7] * 65, "max_num_batched_tokens is 64"),  # the step, and the one behind it is aborted
+    ],
+)
+async def test_a_refusal_is_printed_by_its_code(
+    tiny_model: Path, prompt: list[int], reason: str
+) -> None:
     node = _node()
     async with WorkerProcess(tiny_config(tiny_model)) as process:
-        result = await _run(node, process.endpoint, json.dumps([10**9]), "4")
+        result = await _run(node, process.endpoint, json.dumps(prompt), "4")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.startswith("invalid_request: ")
+    assert reason in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+async def test_it_ends_when_the_worker_goes_away() -> None:
+    node = _node()
+    with raw_router() as (router, endpoint):
+        run = asyncio.create_task(_run(node, endpoint, json.dumps(PROMPT)))
+        await asyncio.to_thread(router.recv_multipart)
+        router.close(linger=0)
+        result = await run
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == "connection_lost: the worker went away\n"
+
+
+async def test_another_msgpack_reads_the_byte_examples_and_writes_the_same_headers(
+    tmp_path: Path,
+) -> None:
+    node = _node()
+    vectors = protocol_vectors()
+    current, wrong = tmp_path / "current.json", tmp_path / "wrong.json"
+    current.write_bytes(msgspec.json.encode(vectors))
+    result = await _run(node, str(current), script="vectors.mjs")
+    groups = (group for name, group in vectors.items() if name not in ("version", "refused"))
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == f"{sum(map(len, groups))} examples\n"
+    vectors["replies"][0]["body"][1] += 1
+    wrong.write_bytes(msgspec.json.encode(vectors))
+    result = await _run(node, str(wrong), script="vectors.mjs")
     assert result.returncode == 1
-    assert "refused" in result.stderr
+    assert "replies: welcome" in result.stderr

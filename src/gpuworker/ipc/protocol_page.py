@@ -5,14 +5,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 
-from gpuworker.errors import (
-    MalformedMessage,
-    SessionError,
-    UnknownMessage,
-    WorkerError,
-)
 from gpuworker.events import EVENTS, TOPIC_OF
 from gpuworker.ipc.endpoint import EPOCH_SUFFIX, EVENTS_SUFFIX, MAX_IPC_PATH_BYTES
+from gpuworker.ipc.failures import error_classes, number_of_step
 from gpuworker.ipc.ledger import MAX_REPLAY_BYTES, NUM_REPLAYS
 from gpuworker.ipc.ring import COUNTERS_BYTES
 from gpuworker.ipc.session import OBSERVER_REQUESTS
@@ -61,10 +56,18 @@ reconnect by itself: who answers next may be another worker. A message is two fr
 * `boot_id` is 16 hexadecimal digits, new with every start of a worker. A reply with another one
   than the welcome's comes from somebody who knows nothing of you.
 
-Trailing fields that have a default may be left out, in headers of requests and in bodies. Numbers
-in headers are at most 2^53 - 1, so that a double holds them. Unknown fields and wrong types are
-refused. Nothing but these arrays is ever decoded: no code, no class name, no extension type
-travels.
+Trailing fields that have a default may be left out, in headers of requests and in bodies. Unknown
+fields and wrong types are refused. Nothing but these arrays is ever decoded: no code, no class
+name, no extension type travels.
+
+Numbers in headers are at most 2^53 - 1, so that a double holds them. In bodies they may go up to
+2^63 - 1 (a `seed` to 2^64 - 1), but a worker only counts and measures: what it says stays below
+2^53 as long as your `step_id` does. An integer may stand for a float; a float never stands for an
+integer, so take care that a library does not write `1` as `1.0`. Text is msgpack str, buffers are
+bin, and None is nil.
+
+`SamplingParams` is the one map; what it leaves out has its default. The keys of its `logit_bias`
+are integers: a library that writes keys as text only cannot send one.
 
 | limit | |
 |---|---|
@@ -115,11 +118,19 @@ The buffer of a step is little-endian int32, R rows, B new block ids, T token id
     slots[R]  num_scheduled[R]  num_computed[R]  num_new_blocks[R]  flags[R]
     block_ids[B]  token_ids[T]
 
+A slot is a number below `max_num_seqs` that `new_requests` give to a request; it is free again when
+the request is named in `finished`, also for the new requests of that very step. `step_id` grows
+with every step; `get_limits` says where it begins, and a hello lets it begin anew.
+
 A row computes `num_scheduled` tokens of the request in a slot, after `num_computed` that are in
-the cache. Block ids are row by row; the worker appends them to the request's block table, or with
-flag 1 replaces it, for a request that is computed again. Block 0 is not to be used. Token ids are
-those of `new_requests`, one after the other. The buffer of `step_output` is little-endian int32
-`num_sampled[R]`, then the sampled tokens, row by row.
+the cache; both are checked against what the worker has computed. Block ids are row by row; the
+worker appends them to the request's block table, or with flag 1 replaces it, for a request that is
+computed again. Block 0 is not to be used. Token ids are those of `new_requests`, one after the
+other: the prompt, then what was generated elsewhere before.
+
+A row that computes a request's last known token samples the next one, which is known from then on;
+any other row, for example the first part of a long prompt, samples none. The buffer of
+`step_output` is little-endian int32 `num_sampled[R]`, then the sampled tokens, row by row.
 
 A scheduler in short:
 
@@ -176,6 +187,10 @@ means that the same message may simply be sent again. A failure under corr 0 ans
 dropped, so that whatever is pending on it has an unknown outcome. Bytes whose header cannot be
 read are counted and not answered.
 
+The last column says whether a step that is answered so has used its number up; what counts is seq
+in the reply's header, 0 or the step's own. Only `duplicate_expired` has 0 for a number that is
+gone. Where the column is empty, no step is answered so.
+
 {error_table}
 A connection that ends leaves the outcome of what is pending unknown. A scheduler comes back with
 a hello: then nothing of it is left that could still run.
@@ -191,9 +206,12 @@ public key (`gpuworker keygen`). Loopback tcp without keys is open to every user
 
 Within major version {version}:
 
-* messages, their tags, their fields, the order and the types of these stay as they are;
+* messages, their tags, their fields, the order and the types of these stay as they are. No field
+  is ever appended, because what is older would refuse it; more to say is a new message;
 * new messages, events, topics, features and error codes may come. Ask for a feature by name in
   `hello`, skip events that you do not know, and treat unknown codes as said above;
+* `SamplingParams` may get keys that can be left out; a worker that does not know one refuses the
+  whole message with `invalid_request`;
 * limits may grow, never shrink below those of this page.
 
 Whatever breaks one of these is another major version, and a worker says which ones it speaks.
@@ -233,22 +251,8 @@ def _event_rows() -> Iterator[str]:
 
 def _error_rows() -> Iterator[str]:
     yield "| code | when | retryable | number of a step |\n|---|---|---|---|"
-    for error in _tree(WorkerError):
+    for error in error_classes():
         doc = inspect.cleandoc(error.__doc__ or "").splitlines()[0]
         when = doc.removeprefix("Raised ").rstrip(".")
         retryable = "yes" if error.retryable else ""
-        yield f"| `{error.code}` | {when} | {retryable} | {_number(error)} |"
-
-
-def _number(error: type[WorkerError]) -> str:
-    if issubclass(error, (MalformedMessage, UnknownMessage)):
-        return "free"
-    if issubclass(error, SessionError) or error.retryable:
-        return "free"
-    return "see seq" if error.code in ("invalid_request", "worker_closed") else "used"
-
-
-def _tree(root: type[WorkerError]) -> Iterator[type[WorkerError]]:
-    yield root
-    for child in root.__subclasses__():
-        yield from _tree(child)
+        yield f"| `{error.code}` | {when} | {retryable} | {number_of_step(error)} |"

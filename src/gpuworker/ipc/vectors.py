@@ -1,4 +1,4 @@
-"""Layer 0. The protocol as bytes: every message once, and bytes that must be refused."""
+"""Layer 0. The protocol as bytes: every message and failure once, and what must be refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from typing import Any
 
 import msgspec
 
-from gpuworker.errors import MalformedMessage, WorkerError
+from gpuworker.errors import (
+    IllegalMessage,
+    MalformedMessage,
+    RepliesLost,
+    UnsupportedVersion,
+    WorkerError,
+)
 from gpuworker.events import TOPIC_OF, encode_event
 from gpuworker.ipc.examples import (
     EVENT_EXAMPLES,
@@ -15,6 +21,7 @@ from gpuworker.ipc.examples import (
     REPLY_EXAMPLES,
     REQUEST_EXAMPLES,
 )
+from gpuworker.ipc.failures import error_classes, number_of_step
 from gpuworker.ipc.wire import (
     EventHeader,
     Kind,
@@ -25,9 +32,11 @@ from gpuworker.ipc.wire import (
     encode_body,
     encode_request,
     event_header,
+    failure_of,
     reply_header,
 )
 from gpuworker.messages import ExecuteModel, Hello, StepOutput, message_tag
+from gpuworker.step import pack_step
 
 __all__ = ["protocol_vectors"]
 
@@ -39,13 +48,17 @@ _SEQ = 3
 def protocol_vectors() -> dict[str, Any]:
     """Return the examples: frames as hexadecimal text, and what they mean.
 
-    Binary fields appear as {"bin": hexadecimal}.
+    Binary fields appear as {"bin": hexadecimal}. What is short leaves out trailing defaults,
+    and means the same as its full header and body.
     """
     return {
         "version": 1,
         "requests": list(_requests()),
+        "short": list(_short()),
         "replies": list(_replies()),
+        "failures": list(_failures()),
         "events": list(_events()),
+        "snapshots": list(_events(is_snapshot=True)),
         "refused": list(_refused()),
     }
 
@@ -70,9 +83,48 @@ def _replies() -> Iterator[dict[str, Any]]:
         yield _vector(message_tag(type(reply).__name__), [header, encode_body(reply)])
 
 
-def _events() -> Iterator[dict[str, Any]]:
-    for seq, event in enumerate(EVENT_EXAMPLES, 1):
-        header = event_header(EventHeader(Kind.EVENT, seq, False, _BOOT_ID))
+def _short() -> Iterator[dict[str, Any]]:
+    pack = msgspec.msgpack.encode
+    new = ["r-7", 4, 3, 0, {"temperature": 0}]  # an integer where a float is meant
+    tokens = pack_step([], [504, 3575, 282])
+    cases: tuple[tuple[list[Any], list[Any]], ...] = (
+        ([1, 1], ["hello", 1, 1, 8]),
+        ([1, 2, 8], ["sleep"]),
+        ([1, 3, 8], ["execute_dummy_batch"]),
+        ([1, 4, 8, 1], ["execute_model", 0, 1, 0]),
+        ([1, 5, 8, 2], ["execute_model", 1, 1, 0, 0, 3, [new], [], tokens]),
+    )
+    for fields, body in cases:
+        frames = [b"GW\x01" + pack(fields), pack(body)]
+        full = encode_request(decode_request_header(frames), decode_request(frames))
+        yield {
+            **_vector(body[0], frames),
+            "full_header": _plain(msgspec.msgpack.decode(full[0][3:])),
+            "full_body": _plain(msgspec.msgpack.decode(full[1])),
+        }
+
+
+def _failures() -> Iterator[dict[str, Any]]:
+    for corr, cls in enumerate(error_classes(), 1):
+        is_illegal = cls is IllegalMessage
+        error = cls(
+            "what was wrong, the limit, and the way out",
+            state="uninit" if is_illegal else "",
+            accepted=("init_device", "shutdown") if is_illegal else (),
+        )
+        header = ReplyHeader(
+            Kind.REPLY,
+            0 if cls in (RepliesLost, UnsupportedVersion) else corr,
+            _EPOCH,
+            _SEQ if number_of_step(cls) == "used" else 0,
+            _BOOT_ID,
+        )
+        yield _vector(cls.code, [reply_header(header), encode_body(failure_of(error))])
+
+
+def _events(*, is_snapshot: bool = False) -> Iterator[dict[str, Any]]:
+    for seq, event in enumerate(EVENT_EXAMPLES, 0 if is_snapshot else 1):
+        header = event_header(EventHeader(Kind.EVENT, seq, is_snapshot, _BOOT_ID))
         vector = _vector(message_tag(type(event).__name__), [header, encode_event(event)])
         yield {"topic": TOPIC_OF[type(event)], **vector}
 
