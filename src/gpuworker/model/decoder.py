@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -15,46 +14,11 @@ from gpuworker.kernels.experts import expert_mlp, route
 from gpuworker.kernels.linear import Linear
 from gpuworker.kernels.norm import RmsNorm
 from gpuworker.kernels.rope import Rotation, apply_rope
-from gpuworker.model.description import LayerSpec, ModelDescription, MoeSpec
+from gpuworker.model.description import ModelDescription
+from gpuworker.model.layers import Layer, Mlp, Moe, model_weights
 from gpuworker.model.rope import RopeTable
 
 __all__ = ["Decoder"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Projection:
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Mlp:
-    gate_up: _Projection
-    down: _Projection
-
-
-@dataclass(frozen=True, slots=True)
-class _Moe:
-    spec: MoeSpec
-    router: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    shared: _Mlp | None
-    shared_gate: torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    spec: LayerSpec
-    input_norm: torch.Tensor | None
-    qkv: _Projection
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    o: _Projection
-    attention_output_norm: torch.Tensor | None
-    mlp_norm: torch.Tensor | None
-    mlp: _Mlp | _Moe
-    mlp_output_norm: torch.Tensor | None
 
 
 class Decoder:
@@ -74,14 +38,9 @@ class Decoder:
         attention_backend: AttentionBackend,
     ) -> None:
         self.description = description
-        self._params = params
-        self._embed = params["embed.weight"]
-        self._norm = params["norm.weight"]
-        tied = description.tie_word_embeddings
-        self._lm_head = self._embed if tied else params["lm_head.weight"]
-        self._layers = tuple(
-            self._layer(f"layers.{index}.", spec) for index, spec in enumerate(description.layers)
-        )
+        weights = model_weights(description, params)
+        self._embed, self._norm, self._lm_head = weights.embed, weights.norm, weights.lm_head
+        self._layers = weights.layers
         device = self._embed.device
         self._ropes = tuple(RopeTable(spec, max_model_len, device) for spec in description.ropes)
         self._normed = RmsNorm(
@@ -89,39 +48,6 @@ class Decoder:
         )
         self._linear = Linear(self._embed.dtype, device)
         self._backend = attention_backend
-
-    def _layer(self, name: str, spec: LayerSpec) -> _Layer:
-        get = self._params.get
-        return _Layer(
-            spec=spec,
-            input_norm=get(f"{name}input_norm.weight"),
-            qkv=self._projection(f"{name}attention.qkv"),
-            q_norm=get(f"{name}attention.q_norm.weight"),
-            k_norm=get(f"{name}attention.k_norm.weight"),
-            o=self._projection(f"{name}attention.o"),
-            attention_output_norm=get(f"{name}attention_output_norm.weight"),
-            mlp_norm=get(f"{name}mlp_norm.weight"),
-            mlp=self._mlp(f"{name}mlp.")
-            if spec.moe is None
-            else self._moe(f"{name}moe.", spec.moe),
-            mlp_output_norm=get(f"{name}mlp_output_norm.weight"),
-        )
-
-    def _projection(self, name: str) -> _Projection:
-        return _Projection(self._params[f"{name}.weight"], self._params.get(f"{name}.bias"))
-
-    def _mlp(self, name: str) -> _Mlp:
-        return _Mlp(self._projection(f"{name}gate_up"), self._projection(f"{name}down"))
-
-    def _moe(self, name: str, spec: MoeSpec) -> _Moe:
-        return _Moe(
-            spec=spec,
-            router=self._params[f"{name}router.weight"],
-            gate_up=self._params[f"{name}gate_up.weight"],
-            down=self._params[f"{name}down.weight"],
-            shared=self._mlp(f"{name}shared.") if spec.shared_intermediate_size else None,
-            shared_gate=self._params.get(f"{name}shared.gate.weight"),
-        )
 
     def forward(
         self,
@@ -167,7 +93,7 @@ class Decoder:
     def _attend(
         self,
         x: torch.Tensor,
-        layer: _Layer,
+        layer: Layer,
         kv: LayerKV,
         batch: AttentionBatch,
         rotations: Sequence[Rotation],
@@ -205,9 +131,9 @@ class Decoder:
             k = self._normed(k.flatten(1), k_weight).view(k.shape)
         return torch.cat((q, k), dim=1)
 
-    def _feed_forward(self, x: torch.Tensor, block: _Mlp | _Moe) -> torch.Tensor:
+    def _feed_forward(self, x: torch.Tensor, block: Mlp | Moe) -> torch.Tensor:
         activation = self.description.activation
-        if isinstance(block, _Mlp):
+        if isinstance(block, Mlp):
             gate_up = self._linear(x, block.gate_up.weight, block.gate_up.bias)
             inner = gated_activation(gate_up, activation)
             return self._linear(inner, block.down.weight, block.down.bias)

@@ -1,0 +1,1 @@
+"""Layer 1. Kernels in Triton; only what runs on a GPU imports them."""
