@@ -18,7 +18,7 @@ import msgspec
 
 from gpuworker.announcer import Announcer
 from gpuworker.config import WorkerConfig
-from gpuworker.device.thread import DeviceThread, Lane
+from gpuworker.device.thread import DeviceThread, Lane, Pending
 from gpuworker.errors import (
     DeadlineExceeded,
     DeviceFault,
@@ -223,7 +223,8 @@ class GPUWorker:
 
     def run_step(self, step: ExecuteModel, permit: Permit) -> StepOutput:
         """Run a step that takes_steps has let in. Device thread, as is takes_steps."""
-        return self._runtime.run_step(step, permit)
+        output = self._runtime.run_step(step, permit)
+        return output.result() if isinstance(output, Pending) else output
 
     def statistics(self) -> ActorStatistics:
         """Return the mailbox's counters."""

@@ -49,7 +49,8 @@ class Moment(NamedTuple):
     def running_step_s(self) -> float:
         """Age of the running step; 0 when none runs."""
         progress = self.runtime.progress
-        return max(self.now - progress.running_since, 0.0) if progress.running is not None else 0.0
+        since = progress.running_since
+        return max(self.now - since, 0.0) if since is not None else 0.0
 
     @property
     def last_step_s(self) -> float | None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from contextlib import ExitStack
+from collections import deque
+from contextlib import ExitStack, suppress
 
 from gpuworker import messages as m
 from gpuworker.config import WorkerConfig
-from gpuworker.device.thread import DeviceThread
+from gpuworker.device.thread import DeviceThread, Pending
 from gpuworker.errors import InvalidRequest, StepAborted, WorkerError, WorkerFaulted
 from gpuworker.permit import Permit
 
@@ -24,32 +25,69 @@ __all__ = ["Progress", "Runtime", "create_runtime"]
 class Progress:
     """What the device thread is doing, readable from the event loop at any time.
 
-    Written by the device thread only; every field is one reference, so a reader sees each
-    either before or after a change.
+    Written by the device thread and, for steps that go on without it, by the one that waits for
+    them; every field is one reference, so a reader sees each either before or after a change.
     """
 
     __slots__ = (
         "aborted_after",
         "fault",
+        "in_flight",
         "last_error",
         "last_step_at",
         "move_bytes",
         "num_steps",
-        "running",
-        "running_since",
     )
 
     def __init__(self) -> None:
         self.fault: WorkerFaulted | None = None
         self.num_steps = 0
-        self.running: int | None = None
-        self.running_since = 0.0
+        self.in_flight: deque[tuple[int, float]] = deque()
+        """The steps that were begun and not finished, oldest first, and when they began."""
         self.last_step_at: float | None = None
         self.last_error = ""
         self.move_bytes = (0, 0)
         """How many bytes the move under way has done, and of how many."""
         self.aborted_after: int | None = None
         """The step that did not run; until it is acknowledged, later ones are aborted."""
+
+    @property
+    def running(self) -> int | None:
+        """The oldest step in flight."""
+        with suppress(IndexError):
+            return self.in_flight[0][0]
+        return None
+
+    @property
+    def running_since(self) -> float | None:
+        """When the oldest step in flight began."""
+        with suppress(IndexError):
+            return self.in_flight[0][1]
+        return None
+
+    def begin(self, step_id: int) -> None:
+        """Note that a step begins."""
+        self.in_flight.append((step_id, time.monotonic()))
+
+    def succeed(self) -> None:
+        """Note that the oldest step in flight has run."""
+        self.in_flight.popleft()
+        self.last_error = ""
+        self.num_steps += 1
+        self.last_step_at = time.monotonic()
+
+    def fail(self, step_id: int, error: BaseException) -> None:
+        """Note that a step in flight has failed; it aborts those behind it."""
+        for index, (running, _) in enumerate(self.in_flight):
+            if running == step_id:
+                del self.in_flight[index]
+                break
+        if self.aborted_after is None:
+            self.aborted_after = step_id
+        if isinstance(error, WorkerError):
+            self.last_error = f"{error.code}: {error.message}"
+        if isinstance(error, WorkerFaulted):
+            self.fault = error
 
     def note_bytes(self, done_bytes: int, total_bytes: int) -> None:
         """Note how far the move under way has come."""
@@ -64,11 +102,14 @@ class Runtime(ABC):
         self.device = device
         self.progress = Progress()
 
-    def run_step(self, step: m.ExecuteModel, permit: Permit) -> m.StepOutput:
+    def run_step(
+        self, step: m.ExecuteModel, permit: Permit
+    ) -> m.StepOutput | Pending[m.StepOutput]:
         """Run one step on the device thread and keep the progress that GetStatus reports.
 
-        A step that raises, whatever it raises, aborts those behind it until resume_steps: they
-        were put together on the assumption that it runs.
+        The output may be pending: the step was put on the device, behind those before it, and
+        the next one may be. A step that raises, whatever it raises, aborts those behind it
+        until resume_steps: they were put together on the assumption that it runs.
         """
         progress = self.progress
         if progress.aborted_after is not None:
@@ -76,27 +117,17 @@ class Runtime(ABC):
                 f"step {progress.aborted_after} did not run, and step {step.step_id} stands "
                 f"behind it; send resume_steps with step_id {progress.aborted_after} to go on"
             )
-        progress.running_since = time.monotonic()
-        progress.running = step.step_id
+        progress.begin(step.step_id)
         try:
             permit.start()
             output = self.execute_model(step)
-        except WorkerError as error:
-            progress.aborted_after = step.step_id
-            progress.last_error = f"{error.code}: {error.message}"
-            if isinstance(error, WorkerFaulted):
-                progress.fault = error
+        except BaseException as error:
+            progress.fail(step.step_id, error)
             raise
-        except BaseException:
-            progress.aborted_after = step.step_id
-            raise
-        else:
-            progress.last_error = ""
-            progress.num_steps += 1
-            progress.last_step_at = time.monotonic()
-            return output
-        finally:
-            progress.running = None
+        if isinstance(output, Pending):
+            return _PendingStep(step.step_id, output, progress)
+        progress.succeed()
+        return output
 
     def skip_step(self, step_id: int) -> None:
         """Note that a step in the sequence will not run; it aborts those behind it."""
@@ -212,8 +243,11 @@ class Runtime(ABC):
         """Thaw the heap and drop live requests; the inverse of start_serving."""
 
     @abstractmethod
-    def execute_model(self, step: m.ExecuteModel) -> m.StepOutput:
-        """Run one step; a failure leaves requests and counters as before the step."""
+    def execute_model(self, step: m.ExecuteModel) -> m.StepOutput | Pending[m.StepOutput]:
+        """Run one step; a failure leaves requests and counters as before the step.
+
+        On a device that computes beside its host, return as soon as the step is under way.
+        """
 
     @abstractmethod
     def execute_dummy_batch(self, num_tokens: int) -> m.DummyBatchExecuted:
@@ -291,6 +325,27 @@ class Runtime(ABC):
     @abstractmethod
     def weight_version(self) -> int:
         """Return a number that changes whenever the weights do. Cheap; any thread."""
+
+
+class _PendingStep(Pending[m.StepOutput]):
+    """A step under way, which the progress hears of when it ends."""
+
+    def __init__(self, step_id: int, output: Pending[m.StepOutput], progress: Progress) -> None:
+        self._step_id = step_id
+        self._output = output
+        self._progress: Progress | None = progress
+
+    def result(self) -> m.StepOutput:
+        progress, self._progress = self._progress, None
+        try:
+            output = self._output.result()
+        except BaseException as error:
+            if progress is not None:
+                progress.fail(self._step_id, error)
+            raise
+        if progress is not None:
+            progress.succeed()
+        return output
 
 
 def create_runtime(config: WorkerConfig, device: DeviceThread) -> Runtime:

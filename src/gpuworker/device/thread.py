@@ -8,23 +8,42 @@ import queue
 import select
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import anyio
 
 from gpuworker.errors import DeviceFault
 
-__all__ = ["DeviceThread", "Lane"]
+__all__ = ["DeviceThread", "Lane", "Pending"]
 
 _SPIN_S = 200e-6
 """How long the thread looks at a lane before it sleeps; longer costs idle time, shorter latency."""
 _PARK_MS = 1000
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 _Item = tuple[Callable[[], Any], asyncio.Future[Any]]
+
+
+class Pending(ABC, Generic[T_co]):
+    """What a call returns that has only begun something: its outcome comes later."""
+
+    @abstractmethod
+    def result(self) -> T_co:
+        """Wait for the outcome and return it, or raise. Any thread, any number of times."""
+
+
+class _Outcome(NamedTuple):
+    """What a future is waiting for: a value that may still be pending, or an error."""
+
+    future: asyncio.Future[Any]
+    value: Any
+    error: BaseException | None
+    since: float
 
 
 class Lane(Protocol):
@@ -57,6 +76,10 @@ class DeviceThread:
     submit queues without waiting, so calls pipeline; run waits. Work that has started cannot
     be interrupted: run shields until the call returned, and a deadline is noticed between
     calls. start and every other method belong to the event loop's thread.
+
+    A call that returns a Pending has begun work that goes on without the thread: the next call
+    starts at once, while a second thread waits for the outcome. Futures settle in the order of
+    submission all the same, so what waits for a call waits for the pending ones before it.
     """
 
     def __init__(self) -> None:
@@ -66,6 +89,9 @@ class DeviceThread:
         self._outstanding: deque[asyncio.Future[Any]] = deque()  # in the order of submission
         self._lost: DeviceFault | None = None
         self._busy_since: float | None = None
+        self._outcomes: deque[_Outcome] = deque()  # begun before, not settled yet
+        self._has_outcome = threading.Semaphore(0)
+        self._finisher = threading.Thread(target=self._finish, name="finisher", daemon=True)
         self._lane: Lane | None = None  # of the device thread
         self._bell: int | None = None  # wakes it beside a lane
 
@@ -76,15 +102,18 @@ class DeviceThread:
 
     @property
     def busy_since(self) -> float | None:
-        """When the running call began, on time.monotonic; None when none runs. Any thread."""
+        """When the oldest call that goes on began, on time.monotonic; None without. Any thread."""
+        with suppress(IndexError):
+            return self._outcomes[0].since
         return self._busy_since
 
     def start(self) -> None:
         """Bind to the running loop and start the thread."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
+        self._finisher.start()
 
-    def submit(self, call: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+    def submit(self, call: Callable[..., T | Pending[T]], *args: Any) -> asyncio.Future[T]:
         """Queue a call; the future settles on the loop, in order of submission."""
         assert self._loop is not None
         future: asyncio.Future[T] = self._loop.create_future()
@@ -101,7 +130,7 @@ class DeviceThread:
             self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.submit(self._look_at, lane)
 
-    async def run(self, call: Callable[..., T], *args: Any) -> T:
+    async def run(self, call: Callable[..., T | Pending[T]], *args: Any) -> T:
         """Run a call and wait for it, even while being cancelled."""
         future = self.submit(call, *args)
         with anyio.CancelScope(shield=True):
@@ -120,6 +149,7 @@ class DeviceThread:
         self._put(None)
         if self._lost is None:
             self._thread.join()
+            self._finisher.join()
             self._look_at(None)
             if self._bell is not None:
                 os.close(self._bell)
@@ -187,16 +217,43 @@ class DeviceThread:
             if self._lost is not None:
                 continue
             call, future = item
-            self._busy_since = time.monotonic()
+            since = self._busy_since = time.monotonic()
             try:
                 result = call()
             except BaseException as error:
-                self._settle(future, None, error)
+                self._conclude(_Outcome(future, None, error, since))
             else:
-                self._settle(future, result, None)
+                self._conclude(_Outcome(future, result, None, since))
+                del result
             finally:
                 self._busy_since = None
-            del call, item
+            del call, item, future
+        self._has_outcome.release()  # nothing follows: the finisher ends, too
+
+    def _conclude(self, outcome: _Outcome) -> None:
+        """Settle a future at once, or behind those that are still pending."""
+        if self._outcomes or isinstance(outcome.value, Pending):
+            self._outcomes.append(outcome)
+            self._has_outcome.release()
+        else:
+            self._settle(outcome.future, outcome.value, outcome.error)
+
+    def _finish(self) -> None:
+        """Settle what could not be settled at once, in order."""
+        while True:
+            self._has_outcome.acquire()
+            if not self._outcomes:
+                return
+            future, value, error, _ = self._outcomes[0]
+            if isinstance(value, Pending):
+                try:
+                    value = value.result()
+                except BaseException as failure:
+                    value, error = None, failure
+            self._settle(future, value, error)
+            # Only now: a later outcome that finds nothing before it settles at once.
+            self._outcomes.popleft()
+            del future, value, error
 
     def _settle(
         self, future: asyncio.Future[Any], result: Any, error: BaseException | None
